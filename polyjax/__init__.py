@@ -1,0 +1,1 @@
+"""polyjax serves open-weight language models with JAX and makes itself faster while it serves."""

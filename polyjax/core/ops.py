@@ -1,0 +1,119 @@
+"""The ops: name, argument axes, reference, least flops and bytes. One declaration each."""
+
+from __future__ import annotations
+
+from polyjax.core import reference
+from polyjax.core.op import Op, Workload
+
+EMBED = Op("embed", ("table[V,D]", "tokens[M]"), reference.embed)
+RMS_NORM = Op("rms_norm", ("x[M,D]", "weight[D]"), reference.rms_norm)
+ROPE = Op("rope", ("x[M,N,H]", "cos_sin[M,R]"), reference.rope)
+KV_WRITE = Op("kv_write", ("kv[P,2,K,Z,H]", "k[M,K,H]", "v[M,K,H]", "slots[M]"), reference.kv_write)
+GATED_ACTIVATION = Op("gated_activation", ("gate_up[M,2,F]",), reference.gated_activation)
+
+
+def _matmul_flops(w: Workload) -> float:
+    return 2.0 * w["M"] * w["N"] * w["K"]
+
+
+def _matmul_bytes(w: Workload) -> float:
+    size = w.dtype("w").itemsize
+    return size * (w["N"] * w["K"] + w["M"] * (w["N"] + w["K"]))
+
+
+MATMUL = Op(
+    "matmul",
+    ("x[M,K]", "w[N,K]", "bias?[N]", "residual?[M,N]"),
+    reference.matmul,
+    _matmul_flops,
+    _matmul_bytes,
+)
+
+NORM_QKV_ROPE_WRITE = Op(
+    "norm_qkv_rope_write",
+    (
+        "x[M,D]",
+        "norm[D]",
+        "w[K,C,H,D]",
+        "bias?[K,C,H]",
+        "q_norm?[H]",
+        "k_norm?[H]",
+        "cos_sin?[M,R]",
+        "kv[P,2,K,Z,H]",
+        "slots[M]",
+    ),
+    reference.norm_qkv_rope_write,
+    lambda w: 2.0 * w["M"] * w["K"] * w["C"] * w["H"] * w["D"],
+    lambda w: w.dtype("w").itemsize * (w["K"] * w["C"] * w["H"] * (w["D"] + w["M"]) + w["M"] * w["D"]),
+)
+
+
+def _attention_flops(w: Workload) -> float:
+    """QK and PV over the whole bucket's context."""
+    return 4.0 * w["B"] * w["T"] * w["N"] * w["H"] * w["C"] * w["Z"]
+
+
+def _attention_bytes(w: Workload) -> float:
+    kv = 2.0 * w["B"] * w["C"] * w["Z"] * w["K"] * w["H"] * w.dtype("kv").itemsize
+    return kv + 2.0 * w["B"] * w["T"] * w["N"] * w["H"] * w.dtype("q").itemsize
+
+
+PAGED_ATTENTION = Op(
+    "paged_attention",
+    (
+        "q[B,T,N,H]",
+        "kv[P,2,K,Z,H]",
+        "page_table[B,C]",
+        "context_lens[B]",
+        "query_lens[B]",
+        "first_pages?[B]",
+    ),
+    reference.paged_attention,
+    _attention_flops,
+    _attention_bytes,
+)
+
+NORM_GATE_UP = Op(
+    "norm_gate_up",
+    ("x[M,D]", "norm[D]", "w[2,F,D]"),
+    reference.norm_gate_up,
+    lambda w: 4.0 * w["M"] * w["F"] * w["D"],
+    lambda w: w.dtype("w").itemsize * (2 * w["F"] * w["D"] + w["M"] * (w["F"] + w["D"])),
+)
+
+
+def _head_bytes(w: Workload) -> float:
+    return w.dtype("w").itemsize * (w["V"] * w["D"] + w["M"] * w["D"])
+
+
+LM_HEAD = Op(
+    "lm_head",
+    ("x[M,D]", "norm[D]", "w[V,D]"),
+    reference.lm_head,
+    lambda w: 2.0 * w["M"] * w["V"] * w["D"],
+    lambda w: _head_bytes(w) + 4.0 * w["M"] * w["V"],
+)
+LM_HEAD_SAMPLE = Op(
+    "lm_head_sample",
+    ("x[M,D]", "norm[D]", "w[V,D]", "temperature[M]", "seeds[M]", "positions[M]"),
+    reference.lm_head_sample,
+    lambda w: 2.0 * w["M"] * w["V"] * w["D"],
+    lambda w: _head_bytes(w) + 4.0 * w["M"],
+)
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        EMBED,
+        RMS_NORM,
+        ROPE,
+        KV_WRITE,
+        GATED_ACTIVATION,
+        MATMUL,
+        NORM_QKV_ROPE_WRITE,
+        PAGED_ATTENTION,
+        NORM_GATE_UP,
+        LM_HEAD,
+        LM_HEAD_SAMPLE,
+    )
+}

@@ -1,0 +1,110 @@
+"""The plan: which kernel and schedule every workload gets, the bucket ladder, the mesh, the options.
+
+A plan is immutable, has a digest and a JSON form. It changes only between two steps, as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from polyjax.core.errors import ConfigError
+from polyjax.core.mesh import MeshPlan
+from polyjax.core.op import Choice
+
+NUMERICS_CLASSES = ("batch_invariant", "bounded", "quality")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """One padded step shape: `tokens` new tokens for each of `sequences`, reading `pages` of context.
+
+    tokens == 1 is decode. Context capacity is pages x page size.
+    """
+
+    tokens: int
+    sequences: int
+    pages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLadder:
+    """Padded sizes the programs exist in, each ascending. Additive: forward and sampler are separate.
+
+    `decode` holds (sequences, pages) pairs with tokens == 1; `prefill` holds full buckets;
+    `sampler_sequences` the batch sizes of the stand-alone samplers.
+    """
+
+    decode: tuple[Bucket, ...]
+    prefill: tuple[Bucket, ...]
+    sampler_sequences: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Immutable map from workload key to (kernel, schedule), with mesh plan, ladder and options.
+
+    `ladder` None lets the engine derive one from its limits. `compiler_options` are XLA options for
+    `Lowered.compile`, as (name, value) strings.
+    """
+
+    choices: tuple[tuple[str, Choice], ...] = ()
+    mesh: MeshPlan = MeshPlan()
+    ladder: BucketLadder | None = None
+    compiler_options: tuple[tuple[str, str], ...] = ()
+    numerics: str = "bounded"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS_CLASSES:
+            raise ConfigError(f"numerics {self.numerics!r} is none of {NUMERICS_CLASSES}")
+
+    @property
+    def digest(self) -> str:
+        """Returns 16 hex digits that name this plan; equal plans have equal digests."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "choices": {
+                key: {"kernel": c.kernel, "schedule": dict(c.schedule)} for key, c in sorted(self.choices)
+            },
+            "mesh": self.mesh.to_json(),
+            "ladder": dataclasses.asdict(self.ladder) if self.ladder else None,
+            "compiler_options": dict(self.compiler_options),
+            "numerics": self.numerics,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Returns the plan. Raises ConfigError naming an unknown or malformed field."""
+        unknown = set(data) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ConfigError(f"a plan has no field {sorted(unknown)}")
+        try:
+            choices = tuple(
+                sorted(
+                    (key, Choice(c["kernel"], tuple(sorted(c["schedule"].items()))))
+                    for key, c in data.get("choices", {}).items()
+                )
+            )
+            ladder = data.get("ladder")
+            return cls(
+                choices=choices,
+                mesh=MeshPlan.from_json(data.get("mesh", {})),
+                ladder=_ladder_from_json(ladder) if ladder else None,
+                compiler_options=tuple(sorted((k, str(v)) for k, v in data.get("compiler_options", {}).items())),
+                numerics=data.get("numerics", "bounded"),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"malformed plan: {error!r}") from error
+
+
+def _ladder_from_json(data: Mapping[str, Any]) -> BucketLadder:
+    buckets = lambda rows: tuple(sorted(Bucket(**row) for row in rows))  # noqa: E731
+    return BucketLadder(
+        buckets(data["decode"]), buckets(data["prefill"]), tuple(sorted(map(int, data["sampler_sequences"])))
+    )

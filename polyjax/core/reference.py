@@ -1,0 +1,214 @@
+"""The plain-jnp meaning of every op. This is the truth that kernels and gates are compared with.
+
+References accumulate in float32 and round once to the dtype of their first array argument. Composite
+references call simpler ops through `ops`, so a plan may fuse them or leave them in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+f32 = jnp.float32
+
+
+def embed(_ops: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table [V,D], tokens [M] -> [M,D]; ids are clipped into the vocabulary."""
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+def rms_norm(_ops: Any, x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+    """x [M,D] / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+    xf = x.astype(f32)
+    scale = jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
+    return (xf * scale * weight.astype(f32)).astype(x.dtype)
+
+
+def matmul(
+    _ops: Any,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    """x [M,K] @ w[N,K].T (+ bias [N]) (+ residual [M,N]) -> [M,N] in out_dtype, or x's dtype."""
+    y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+    if bias is not None:
+        y = y + bias.astype(f32)
+    if residual is not None:
+        y = y + residual.astype(f32)
+    return y.astype(out_dtype or x.dtype)
+
+
+def rope(_ops: Any, x: jax.Array, cos_sin: jax.Array) -> jax.Array:
+    """Rotates the first R dims of every head, half against half. x [M,N,H], cos_sin [M,R] f32 (cos | sin)."""
+    rotary = cos_sin.shape[-1]
+    cos, sin = jnp.split(cos_sin.astype(f32)[:, None, :], 2, axis=-1)
+    x1, x2 = jnp.split(x[..., :rotary].astype(f32), 2, axis=-1)
+    rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., rotary:]], axis=-1) if rotary < x.shape[-1] else rotated
+
+
+def kv_write(_ops: Any, kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes k, v [M,K,H] at flat slots [M] of kv [P,2,K,Z,H]; returns the pool (in place if donated)."""
+    page_size = kv.shape[3]
+    page, offset = slots // page_size, slots % page_size
+    kv = kv.at[page, 0, :, offset].set(k.astype(kv.dtype))
+    return kv.at[page, 1, :, offset].set(v.astype(kv.dtype))
+
+
+def norm_qkv_rope_write(
+    ops: Any,
+    x: jax.Array,
+    norm: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    cos_sin: jax.Array | None,
+    kv: jax.Array,
+    slots: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The attention input: RMSNorm, fused QKV projection, optional qk-norm, RoPE, paged KV write.
+
+    x [M,D], w [K,G+2,H,D] (per kv head: its G query heads, key, value). Returns q [M,K*G,H], the pool.
+    """
+    from polyjax.core import ops as declared  # composite references name simpler ops declared there
+
+    kv_heads, group, head_dim, embed_dim = w.shape
+    rows = x.shape[0]
+    y = ops(declared.RMS_NORM, x, norm, eps=eps)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    y = ops(declared.MATMUL, y, w.reshape(-1, embed_dim), flat_bias, None)
+    y = y.reshape(rows, kv_heads, group, head_dim)
+    q = y[:, :, : group - 2].reshape(rows, -1, head_dim)
+    k, v = y[:, :, group - 2], y[:, :, group - 1]
+    if q_norm is not None:
+        q = ops(declared.RMS_NORM, q.reshape(-1, head_dim), q_norm, eps=eps).reshape(q.shape)
+    if k_norm is not None:
+        k = ops(declared.RMS_NORM, k.reshape(-1, head_dim), k_norm, eps=eps).reshape(k.shape)
+    if cos_sin is not None:
+        q, k = ops(declared.ROPE, q, cos_sin), ops(declared.ROPE, k, cos_sin)
+    return q, ops(declared.KV_WRITE, kv, k, v, slots)
+
+
+def paged_attention(
+    _ops: Any,
+    q: jax.Array,
+    kv: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    first_pages: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> jax.Array:
+    """Causal attention of new tokens over their sequence's pages, keys and values of this step included.
+
+    q [B,T,N,H], kv [P,2,K,Z,H], page_table [B,C], context_lens, query_lens [B] -> [B,T,N,H]. Token t of
+    row b sits at position context_lens - query_lens + t and sees positions <= its own, and > its own -
+    window where window is set. Scores and softmax are float32. Rows and tails without a token give 0.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    _, _, kv_heads, page_size, _ = kv.shape
+    pages = page_table.shape[1]
+    gathered = jnp.take(kv, page_table, axis=0, mode="clip")  # [B,C,2,K,Z,H]
+    gathered = gathered.transpose(2, 0, 3, 1, 4, 5).reshape(2, batch, kv_heads, pages * page_size, head_dim)
+    qg = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bksh->bkgts", qg, gathered[0], preferred_element_type=f32) * scale
+    if soft_cap:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    first = jnp.zeros_like(context_lens) if first_pages is None else first_pages
+    key_position = first[:, None] * page_size + jnp.arange(pages * page_size)[None, :]
+    query_position = (context_lens - query_lens)[:, None] + jnp.arange(tokens)[None, :]
+    live = jnp.arange(tokens)[None, :] < query_lens[:, None]
+    mask = (key_position[:, None, :] <= query_position[:, :, None]) & live[:, :, None]
+    if window:
+        mask &= key_position[:, None, :] > query_position[:, :, None] - window
+    mask = mask[:, None, None]
+    scores = jnp.where(mask, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    # Unowned slots may hold anything, NaN included, and 0 * NaN is NaN: mask the values too.
+    seen = jnp.any(mask[:, 0, 0], axis=1)[:, None, :, None]
+    values = jnp.where(seen, gathered[1], 0)
+    out = jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values, preferred_element_type=f32)
+    return out.reshape(batch, tokens, heads, head_dim).astype(q.dtype)
+
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def gated_activation(_ops: Any, gate_up: jax.Array, *, activation: str = "silu") -> jax.Array:
+    """gate_up [M,2,F] -> activation(gate) * up [M,F], in float32."""
+    gate, up = gate_up[:, 0].astype(f32), gate_up[:, 1].astype(f32)
+    return (_ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
+
+
+def norm_gate_up(
+    ops: Any, x: jax.Array, norm: jax.Array, w: jax.Array, *, eps: float, activation: str = "silu"
+) -> jax.Array:
+    """RMSNorm, gate and up projections, gated activation. x [M,D], w [2,F,D] -> [M,F]."""
+    from polyjax.core import ops as declared
+
+    y = ops(declared.RMS_NORM, x, norm, eps=eps)
+    y = ops(declared.MATMUL, y, w.reshape(-1, w.shape[-1]), None, None)
+    return ops(declared.GATED_ACTIVATION, y.reshape(x.shape[0], 2, w.shape[1]), activation=activation)
+
+
+def lm_head(ops: Any, x: jax.Array, norm: jax.Array, w: jax.Array, *, eps: float, soft_cap: float = 0.0) -> jax.Array:
+    """Final RMSNorm and vocabulary projection. x [M,D], w [V,D] -> float32 logits [M,V]."""
+    from polyjax.core import ops as declared
+
+    y = ops(declared.RMS_NORM, x, norm, eps=eps)
+    logits = ops(declared.MATMUL, y, w, None, None, out_dtype="float32")
+    return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
+
+
+def gumbel(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
+    """[M,V] standard Gumbel noise that depends only on (seed, position) of a row, never on its neighbours."""
+    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seeds, positions)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), f32))(keys)
+
+
+def lm_head_sample(
+    ops: Any,
+    x: jax.Array,
+    norm: jax.Array,
+    w: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    eps: float,
+    soft_cap: float = 0.0,
+    greedy: bool = False,
+) -> jax.Array:
+    """Samples a token per row without keeping the logits. Returns int32 [M].
+
+    temperature [M] f32 (0: greedy), seeds [M] uint32, positions [M] int32 of the sampled token. With
+    `greedy` every row is greedy and no noise is drawn. Ties go to the lowest id.
+    """
+    from polyjax.core import ops as declared
+
+    logits = ops(declared.LM_HEAD, x, norm, w, eps=eps, soft_cap=soft_cap)
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    hot = temperature > 0
+    scaled = logits / jnp.where(hot, temperature, 1.0)[:, None]
+    noise = gumbel(seeds, positions, logits.shape[-1])
+    return jnp.argmax(jnp.where(hot[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
