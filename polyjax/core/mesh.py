@@ -85,7 +85,9 @@ class MeshPlan:
         return cls(**{axis: int(data.get(axis, 1)) for axis in MESH_AXES}, rules=rules)
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None], plan: MeshPlan | None, mesh: Mesh | None) -> jax.Array:
+def constrain(
+    x: jax.Array, axes: Sequence[str | None], plan: MeshPlan | None, mesh: Mesh | None
+) -> jax.Array:
     """Returns `x` with its sharding fixed by logical axes; unchanged on a mesh of one device."""
     if plan is None or mesh is None or plan.num_devices == 1:
         return x

@@ -83,7 +83,9 @@ class ModelConfig(Protocol):
 
     def kv_groups(self) -> tuple[KVGroup, ...]: ...
 
-    def workloads(self, tokens: int, sequences: int, pages: int, page_size: int, dtype: str) -> Iterator[Workload]:
+    def workloads(
+        self, tokens: int, sequences: int, pages: int, page_size: int, dtype: str
+    ) -> Iterator[Workload]:
         """Yields the workloads of one step, for benches and search."""
 
 

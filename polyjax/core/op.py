@@ -205,7 +205,9 @@ class Ops:
         self._catalogue = catalogue
         self.used: list[tuple[Workload, str]] = []
 
-    def __call__(self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any) -> Any:
+    def __call__(
+        self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any
+    ) -> Any:
         """Computes `op`. `reference` replaces the op's own where it is a method of the model."""
         workload = op.workload(*args, **static)
         choice = self._choices.get(workload.key)

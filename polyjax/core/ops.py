@@ -44,7 +44,9 @@ NORM_QKV_ROPE_WRITE = Op(
     ),
     reference.norm_qkv_rope_write,
     lambda w: 2.0 * w["M"] * w["K"] * w["C"] * w["H"] * w["D"],
-    lambda w: w.dtype("w").itemsize * (w["K"] * w["C"] * w["H"] * (w["D"] + w["M"]) + w["M"] * w["D"]),
+    lambda w: (
+        w.dtype("w").itemsize * (w["K"] * w["C"] * w["H"] * (w["D"] + w["M"]) + w["M"] * w["D"])
+    ),
 )
 
 

@@ -70,7 +70,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "choices": {
-                key: {"kernel": c.kernel, "schedule": dict(c.schedule)} for key, c in sorted(self.choices)
+                key: {"kernel": c.kernel, "schedule": dict(c.schedule)}
+                for key, c in sorted(self.choices)
             },
             "mesh": self.mesh.to_json(),
             "ladder": dataclasses.asdict(self.ladder) if self.ladder else None,
@@ -96,7 +97,9 @@ class Plan:
                 choices=choices,
                 mesh=MeshPlan.from_json(data.get("mesh", {})),
                 ladder=_ladder_from_json(ladder) if ladder else None,
-                compiler_options=tuple(sorted((k, str(v)) for k, v in data.get("compiler_options", {}).items())),
+                compiler_options=tuple(
+                    sorted((k, str(v)) for k, v in data.get("compiler_options", {}).items())
+                ),
                 numerics=data.get("numerics", "bounded"),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -106,5 +109,7 @@ class Plan:
 def _ladder_from_json(data: Mapping[str, Any]) -> BucketLadder:
     buckets = lambda rows: tuple(sorted(Bucket(**row) for row in rows))  # noqa: E731
     return BucketLadder(
-        buckets(data["decode"]), buckets(data["prefill"]), tuple(sorted(map(int, data["sampler_sequences"])))
+        buckets(data["decode"]),
+        buckets(data["prefill"]),
+        tuple(sorted(map(int, data["sampler_sequences"]))),
     )

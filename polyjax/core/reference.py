@@ -121,7 +121,9 @@ def paged_attention(
     _, _, kv_heads, page_size, _ = kv.shape
     pages = page_table.shape[1]
     gathered = jnp.take(kv, page_table, axis=0, mode="clip")  # [B,C,2,K,Z,H]
-    gathered = gathered.transpose(2, 0, 3, 1, 4, 5).reshape(2, batch, kv_heads, pages * page_size, head_dim)
+    gathered = gathered.transpose(2, 0, 3, 1, 4, 5).reshape(
+        2, batch, kv_heads, pages * page_size, head_dim
+    )
     qg = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("btkgh,bksh->bkgts", qg, gathered[0], preferred_element_type=f32) * scale
     if soft_cap:
@@ -142,7 +144,9 @@ def paged_attention(
     # Unowned slots may hold anything, NaN included, and 0 * NaN is NaN: mask the values too.
     seen = jnp.any(mask[:, 0, 0], axis=1)[:, None, :, None]
     values = jnp.where(seen, gathered[1], 0)
-    out = jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values, preferred_element_type=f32)
+    out = jnp.einsum(
+        "bkgts,bksh->btkgh", weights.astype(values.dtype), values, preferred_element_type=f32
+    )
     return out.reshape(batch, tokens, heads, head_dim).astype(q.dtype)
 
 
@@ -167,10 +171,14 @@ def norm_gate_up(
 
     y = ops(declared.RMS_NORM, x, norm, eps=eps)
     y = ops(declared.MATMUL, y, w.reshape(-1, w.shape[-1]), None, None)
-    return ops(declared.GATED_ACTIVATION, y.reshape(x.shape[0], 2, w.shape[1]), activation=activation)
+    return ops(
+        declared.GATED_ACTIVATION, y.reshape(x.shape[0], 2, w.shape[1]), activation=activation
+    )
 
 
-def lm_head(ops: Any, x: jax.Array, norm: jax.Array, w: jax.Array, *, eps: float, soft_cap: float = 0.0) -> jax.Array:
+def lm_head(
+    ops: Any, x: jax.Array, norm: jax.Array, w: jax.Array, *, eps: float, soft_cap: float = 0.0
+) -> jax.Array:
     """Final RMSNorm and vocabulary projection. x [M,D], w [V,D] -> float32 logits [M,V]."""
     from polyjax.core import ops as declared
 
