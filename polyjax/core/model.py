@@ -1,9 +1,9 @@
 """What a model family declares: parameters, KV groups, the step's inputs and the forward function.
 
-A family is one file in `models/` with two names: `Config` (a frozen `ModelConfig` made from a Hugging
-Face config.json) and `Model` (a Flax NNX module built of `nnx.Param`s, each carrying its `ParamSpec`).
-Shapes, logical axes, checkpoint names and packing are declared once, in the ParamSpec; initialisation,
-loading and sharding derive from it.
+A family is one file in `models/` with two names: `Config` (a frozen `ModelConfig` made from a
+Hugging Face config.json) and `Model` (a Flax NNX module built of `nnx.Param`s, each carrying its
+`ParamSpec`). Shapes, logical axes, checkpoint names and packing are declared once, in the
+ParamSpec; initialisation, loading and sharding derive from it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyjax.core.kv import KVGroup as KVGroup
 from polyjax.core.op import Ops, Workload
 
 Pack = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -33,9 +34,9 @@ class Source:
 class ParamSpec:
     """One parameter in the packed layout.
 
-    `shape` and `axes` (logical axis names, None where unsharded) have equal length. `pack` turns the
-    arrays of `sources`, in order, into an array of `shape`. `init` is "normal" (std 0.02), "ones" or
-    "zeros" for random weights. `dtype` None means the model's dtype.
+    `shape` and `axes` (logical axis names, None where unsharded) have equal length. `pack` turns
+    the arrays of `sources`, in order, into an array of `shape`. `init` is "normal" (std 0.02),
+    "ones" or "zeros" for random weights. `dtype` None means the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -44,28 +45,6 @@ class ParamSpec:
     pack: Pack
     init: str = "normal"
     dtype: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class KVGroup:
-    """Layers whose cache is paged together under one page table.
-
-    A layer's pool is an array [P, planes, heads, Z, head_dim] (`planes` 2: keys and values; 1: an MLA
-    latent). `window` 0 keeps the whole context; otherwise only the last `window` tokens are read and
-    pages wholly before them are freed.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    heads: int
-    head_dim: int
-    planes: int = 2
-    window: int = 0
-
-    def page_shape(self, page_size: int) -> tuple[int, ...]:
-        return (self.planes, self.heads, page_size, self.head_dim)
-
-    axes = ("pages", None, "kv_heads", None, "head_dim")
 
 
 class ModelConfig(Protocol):
@@ -94,11 +73,11 @@ class ModelConfig(Protocol):
 class StepBatch:
     """The inputs of one forward program, bucket (T tokens, B sequences, C pages).
 
-    tokens [B,T] int32, padded rows and tails with 0. query_lens [B]: new tokens of each row, 0 for an
-    inactive row. context_lens [B]: tokens in the cache after this step, so the first new token sits at
-    position context_lens - query_lens. page_tables: per KV group [B,C] int32 page ids, 0 (the sink
-    page) where unused. first_pages: per KV group [B] int32, the logical page index of column 0
-    (always 0 for a group without window).
+    tokens [B,T] int32, padded rows and tails with 0. query_lens [B]: new tokens of each row, 0 for
+    an inactive row. context_lens [B]: tokens in the cache after this step, so the first new token
+    sits at position context_lens - query_lens. page_tables: per KV group [B,C] int32 page ids, 0
+    (the sink page) where unused. first_pages: per KV group [B] int32, the logical page index of
+    column 0 (always 0 for a group without window).
     """
 
     tokens: jax.Array

@@ -1,4 +1,4 @@
-"""The plan: which kernel and schedule every workload gets, the bucket ladder, the mesh, the options.
+"""The plan: kernel and schedule of every workload, bucket ladder, mesh plan, compiler options.
 
 A plan is immutable, has a digest and a JSON form. It changes only between two steps, as a whole.
 """
@@ -11,36 +11,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from polyjax.core.buckets import Bucket as Bucket
+from polyjax.core.buckets import BucketLadder as BucketLadder
 from polyjax.core.errors import ConfigError
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.op import Choice
 
 NUMERICS_CLASSES = ("batch_invariant", "bounded", "quality")
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Bucket:
-    """One padded step shape: `tokens` new tokens for each of `sequences`, reading `pages` of context.
-
-    tokens == 1 is decode. Context capacity is pages x page size.
-    """
-
-    tokens: int
-    sequences: int
-    pages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketLadder:
-    """Padded sizes the programs exist in, each ascending. Additive: forward and sampler are separate.
-
-    `decode` holds (sequences, pages) pairs with tokens == 1; `prefill` holds full buckets;
-    `sampler_sequences` the batch sizes of the stand-alone samplers.
-    """
-
-    decode: tuple[Bucket, ...]
-    prefill: tuple[Bucket, ...]
-    sampler_sequences: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +29,7 @@ class Plan:
     """
 
     choices: tuple[tuple[str, Choice], ...] = ()
-    mesh: MeshPlan = MeshPlan()
+    mesh: MeshPlan = dataclasses.field(default_factory=MeshPlan)
     ladder: BucketLadder | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
     numerics: str = "bounded"
