@@ -18,6 +18,6 @@ def family(architecture: str) -> ModuleType:
     if architecture not in FAMILIES:
         raise ModelError(
             "config.json",
-            [f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"],
+            [f"architecture {architecture!r} is none of {', '.join(sorted(FAMILIES))}"],
         )
     return importlib.import_module(FAMILIES[architecture])

@@ -16,10 +16,10 @@ def unit_roundoff(dtype: object) -> float:
 def reduction_bound(dtype: object, length: int, accumulate: object = jnp.float32) -> float:
     """Relative error bound of a dot product of `length` terms, against sum(|x||y|).
 
-    Inputs are exact in `dtype`; products and sums are rounded to `accumulate`; the result is rounded
-    once to `dtype`. Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., (3.5) and
-    (3.7) with the probabilistic constant sqrt(n) of Higham and Mary 2019 times 6 (six standard
-    deviations) where it is smaller than the worst case n.
+    Inputs are exact in `dtype`; products and sums are rounded to `accumulate`; the result is
+    rounded once to `dtype`. Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+    ed., (3.5) and (3.7), with the probabilistic constant sqrt(n) of Higham and Mary 2019 times 6
+    (six standard deviations) where it is smaller than the worst case n.
     """
     u = unit_roundoff(accumulate)
     steps = min(float(length), 6.0 * math.sqrt(length))

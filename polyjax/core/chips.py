@@ -11,7 +11,7 @@ from polyjax.core.errors import ConfigError
 class ChipSpec:
     """What legality and the cost model need to know of one chip.
 
-    `kind` is the beginning of `jax.Device.device_kind`. Bandwidths are bytes/s, rates flop/s (dense).
+    `kind` is the beginning of `jax.Device.device_kind`. Bandwidths are bytes/s, rates dense flop/s.
     `measured` constants replace vendor numbers where polyjax measured them.
     """
 
@@ -50,7 +50,7 @@ CHIPS: tuple[ChipSpec, ...] = (
         1560e12,
         1.7,
         450e9,
-        "NVIDIA H100 SXM datasheet: 3.35 TB/s, 989 TFLOP/s bf16; 90 % and the practical matmul ceiling",
+        "NVIDIA H100 SXM datasheet: 3.35 TB/s at 90 %; practical bf16 matmul ceiling",
     ),
     ChipSpec(
         "NVIDIA H200",
@@ -66,7 +66,7 @@ CHIPS: tuple[ChipSpec, ...] = (
         1560e12,
         1.7,
         450e9,
-        "measured: 4 GiB read 4.30-4.41 TB/s, bf16 8192^3 matmul 769-798 TFLOP/s, 128 chained kernels",
+        "measured: 4 GiB read 4.30-4.41 TB/s, bf16 8192^3 matmul 769-798 TFLOP/s",
     ),
     ChipSpec(
         "NVIDIA B200",
@@ -152,7 +152,7 @@ CHIPS: tuple[ChipSpec, ...] = (
 
 
 def chip(name: str) -> ChipSpec:
-    """Returns the chip whose name or device kind is `name`. Raises ConfigError listing the known ones."""
+    """Returns the chip with this name or device kind. Raises ConfigError listing the known ones."""
     for spec in sorted(CHIPS, key=lambda c: -len(c.kind)):
         if name == spec.name or name.lower().startswith(spec.kind.lower()):
             return spec

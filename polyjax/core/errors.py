@@ -1,4 +1,4 @@
-"""Errors that name what is wrong and what to do. Serving raises them; search records them as values."""
+"""Errors that name what is wrong and what to do. Serving raises them; search records them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(PolyjaxError):
 
 
 class ModelError(PolyjaxError):
-    """A model directory cannot be served. `problems` lists every defect found, not only the first."""
+    """A model cannot be served. `problems` lists every defect found, not only the first."""
 
     def __init__(self, where: str, problems: Sequence[str]):
         self.problems = tuple(problems)
@@ -34,7 +34,7 @@ class StateABIError(PolyjaxError):
 
 
 class RequestError(PolyjaxError):
-    """A client's request is wrong. `param` names the field; `status` is the HTTP status to answer."""
+    """A client's request is wrong. `param` names the field; `status` is the HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         self.param = param

@@ -59,7 +59,7 @@ class MeshPlan:
         return Mesh(np.asarray(devices[: self.num_devices]).reshape(shape), MESH_AXES)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Returns the PartitionSpec of an array with these logical axes. Raises KeyError on unknown ones."""
+        """Returns the PartitionSpec of an array with these logical axes; KeyError if unknown."""
         rules = dict(self.rules)
         return PartitionSpec(*(None if axis is None else rules[axis] for axis in axes))
 

@@ -94,7 +94,7 @@ class StepBatch:
         return jnp.where(offsets < self.query_lens[:, None], start + offsets, 0)
 
     def write_slots(self, group: int, page_size: int) -> jax.Array:
-        """[B*T] int32 flat cache slots (page * page_size + offset) of the new tokens; padding gets 0."""
+        """[B*T] int32 flat cache slots (page * page_size + offset) of the new tokens; padding 0."""
         offsets = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
         live = offsets < self.query_lens[:, None]
         position = self.positions
@@ -111,8 +111,8 @@ KVState = tuple[jax.Array, ...]
 class Model(Protocol):
     """What every family's `Model(nnx.Module)` offers.
 
-    `Model(config, dtype=..., rngs=...)` builds it; under `nnx.eval_shape` no memory is touched and each
-    `nnx.Param` carries `spec: ParamSpec` as metadata.
+    `Model(config, dtype=..., rngs=...)` builds it; under `nnx.eval_shape` no memory is touched and
+    each `nnx.Param` carries `spec: ParamSpec` as metadata.
     """
 
     def __call__(self, ops: Ops, batch: StepBatch, kv: KVState) -> tuple[jax.Array, KVState]:

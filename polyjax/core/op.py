@@ -1,9 +1,9 @@
 """What an op, a workload, a schedule and a kernel are, and how a model calls an op.
 
-An `Op` is a mathematical function with one plain-jnp reference, the truth. A `Workload` is an op at
-concrete shapes, dtypes and static arguments. A `Kernel` implements an op for one accelerator family;
-a `Schedule` is its frozen knobs. Model code calls ops through an `Ops` object, which looks each
-workload up in the plan and falls back to the reference:
+An `Op` is a mathematical function with one plain-jnp reference, the truth. A `Workload` is an op
+at concrete shapes, dtypes and static arguments. A `Kernel` implements an op for one accelerator
+family; a `Schedule` is its frozen knobs. Model code calls ops through an `Ops` object, which looks
+each workload up in the plan and falls back to the reference:
 
     ops = Ops(plan.choices, catalogue)
     y = ops(MATMUL, x, w)            # x[M,K], w[N,K] -> y[M,N]
@@ -29,8 +29,8 @@ _SPEC = re.compile(r"^(\w+)(\?)?\[([\w,]*)\]$")
 class Workload:
     """An op at concrete axis sizes, dtypes and static arguments.
 
-    `dims` maps axis letters (design word list: B, T, S, N, K, H, D, F, V, E, P, Z) to sizes, `dtypes`
-    maps argument names to dtype names, `static` holds the remaining hashable arguments.
+    `dims` maps axis letters (B, T, S, N, K, H, D, F, V, E, P, Z) to sizes, `dtypes` maps argument
+    names to dtype names, `static` holds the remaining hashable arguments.
     """
 
     op: str
@@ -96,14 +96,9 @@ class Op:
             if len(axes) != arg.ndim:
                 raise TypeError(f"{self.name}: {name} has shape {arg.shape}, wanted axes {axes}")
             for axis, size in zip(axes, arg.shape, strict=True):
-                if axis.isdigit():
-                    ok = int(axis) == size
-                else:
-                    ok = dims.setdefault(axis, size) == size
-                if not ok:
-                    raise TypeError(
-                        f"{self.name}: axis {axis} of {name} is {size}, not {dims.get(axis, axis)}"
-                    )
+                wanted = int(axis) if axis.isdigit() else dims.setdefault(axis, size)
+                if wanted != size:
+                    raise TypeError(f"{self.name}: axis {axis} of {name} is {size}, not {wanted}")
             dtypes.append((name, jnp.dtype(arg.dtype).name))
         kept = tuple((axis, size) for axis, size in dims.items() if axis not in self.unkeyed)
         return Workload(self.name, kept, tuple(dtypes), tuple(sorted(static.items())))
@@ -140,9 +135,8 @@ class ChipLike(Protocol):
 class Writes:
     """A kernel's declared stores: output index -> per-block (start, size) slices along each axis.
 
-    `blocks(workload, schedule)` in a kernel yields these; the body stores through the same function,
-    so that coverage (every output element exactly once, nothing out of bounds) can be checked
-    without running it.
+    `Kernel.writes` yields these; the body stores through the same function, so that coverage (every
+    output element exactly once, nothing out of bounds) can be checked without running it.
     """
 
     output: int
@@ -227,4 +221,4 @@ class Ops:
 
 
 REFERENCE = Ops({}, {})
-"""Every op by its reference; for tests and truth computations (`used` grows: use a fresh one to inspect)."""
+"""Every op by its reference; for tests and truth computations."""

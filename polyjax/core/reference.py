@@ -1,7 +1,7 @@
 """The plain-jnp meaning of every op. This is the truth that kernels and gates are compared with.
 
-References accumulate in float32 and round once to the dtype of their first array argument. Composite
-references call simpler ops through `ops`, so a plan may fuse them or leave them in pieces.
+References accumulate in float32 and round once to the dtype of their first array argument.
+Composite references call simpler ops through `ops`: a plan may fuse them or leave them in pieces.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def matmul(
 
 
 def rope(_ops: Any, x: jax.Array, cos_sin: jax.Array) -> jax.Array:
-    """Rotates the first R dims of every head, half against half. x [M,N,H], cos_sin [M,R] f32 (cos | sin)."""
+    """Rotates a head's first R dims, half against half. x [M,N,H], cos_sin [M,R] (cos | sin)."""
     rotary = cos_sin.shape[-1]
     cos, sin = jnp.split(cos_sin.astype(f32)[:, None, :], 2, axis=-1)
     x1, x2 = jnp.split(x[..., :rotary].astype(f32), 2, axis=-1)
@@ -54,7 +54,7 @@ def rope(_ops: Any, x: jax.Array, cos_sin: jax.Array) -> jax.Array:
 
 
 def kv_write(_ops: Any, kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes k, v [M,K,H] at flat slots [M] of kv [P,2,K,Z,H]; returns the pool (in place if donated)."""
+    """Writes k, v [M,K,H] at flat slots [M] of kv [P,2,K,Z,H]; in place if kv is donated."""
     page_size = kv.shape[3]
     page, offset = slots // page_size, slots % page_size
     kv = kv.at[page, 0, :, offset].set(k.astype(kv.dtype))
@@ -77,7 +77,7 @@ def norm_qkv_rope_write(
 ) -> tuple[jax.Array, jax.Array]:
     """The attention input: RMSNorm, fused QKV projection, optional qk-norm, RoPE, paged KV write.
 
-    x [M,D], w [K,G+2,H,D] (per kv head: its G query heads, key, value). Returns q [M,K*G,H], the pool.
+    x [M,D], w [K,G+2,H,D] (per kv head: G query heads, key, value) -> q [M,K*G,H], the pool.
     """
     from polyjax.core import ops as declared  # composite references name simpler ops declared there
 
@@ -111,11 +111,12 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> jax.Array:
-    """Causal attention of new tokens over their sequence's pages, keys and values of this step included.
+    """Causal attention of new tokens over their sequence's pages, this step's own keys included.
 
-    q [B,T,N,H], kv [P,2,K,Z,H], page_table [B,C], context_lens, query_lens [B] -> [B,T,N,H]. Token t of
-    row b sits at position context_lens - query_lens + t and sees positions <= its own, and > its own -
-    window where window is set. Scores and softmax are float32. Rows and tails without a token give 0.
+    q [B,T,N,H], kv [P,2,K,Z,H], page_table [B,C], context_lens, query_lens [B] -> [B,T,N,H]. Token
+    t of row b sits at position context_lens - query_lens + t and sees positions <= its own, and >
+    its own - window where window is set. Scores and softmax are float32. Rows and tails without a
+    token give 0.
     """
     batch, tokens, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
@@ -188,7 +189,7 @@ def lm_head(
 
 
 def gumbel(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
-    """[M,V] standard Gumbel noise that depends only on (seed, position) of a row, never on its neighbours."""
+    """[M,V] standard Gumbel noise; depends on a row's (seed, position), never on its neighbours."""
     keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seeds, positions)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), f32))(keys)
 
@@ -208,8 +209,8 @@ def lm_head_sample(
 ) -> jax.Array:
     """Samples a token per row without keeping the logits. Returns int32 [M].
 
-    temperature [M] f32 (0: greedy), seeds [M] uint32, positions [M] int32 of the sampled token. With
-    `greedy` every row is greedy and no noise is drawn. Ties go to the lowest id.
+    temperature [M] f32 (0: greedy), seeds [M] uint32, positions [M] int32 of the sampled token.
+    With `greedy` every row is greedy and no noise is drawn. Ties go to the lowest id.
     """
     from polyjax.core import ops as declared
 

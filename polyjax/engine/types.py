@@ -19,11 +19,11 @@ MAX_LOGIT_BIAS = 300
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; names and meanings are those of the OpenAI and vLLM APIs.
+    """How the tokens of one request are chosen; names and meanings follow the OpenAI and vLLM APIs.
 
     Raises RequestError naming the field for values out of range, NaN included. `temperature` 0 is
-    greedy. `top_k` 0 and -1 mean all. `logprobs` counts alternatives besides the sampled token (None:
-    none wanted). `max_tokens` None means up to the context limit. `seed` None draws a fresh one.
+    greedy. `top_k` 0 and -1 mean all. `logprobs` counts alternatives besides the sampled token
+    (None: none wanted). `max_tokens` None means up to the context limit. `seed` None draws one.
     """
 
     max_tokens: int | None = 16
@@ -77,7 +77,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether greedy or pure temperature sampling suffices: no filters, penalties, bias, logprobs."""
+        """Whether pure temperature sampling suffices: no filters, penalties, bias or logprobs."""
         return (
             self.top_k in (0, -1)
             and self.top_p == 1.0
@@ -135,7 +135,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, its rank (0 best), and the top alternatives."""
+    """Log-probabilities at one position: the token's own, its rank (0 best), the alternatives."""
 
     token_id: int
     logprob: float
@@ -147,9 +147,9 @@ class TokenLogprobs:
 class RequestOutput:
     """What one step added to one request.
 
-    `logprobs` parallels `token_ids` when asked for. `prompt_logprobs` (position 0 is None) comes once,
-    with the first output. `stop_reason` is the stop token id that ended it, if one did. `epoch` numbers
-    the plan that computed the last token. `error` explains FinishReason.ERROR.
+    `logprobs` parallels `token_ids` when asked for. `prompt_logprobs` (position 0 is None) comes
+    once, with the first output. `stop_reason` is the stop token id that ended it, if one did.
+    `epoch` numbers the plan that computed the last token. `error` explains FinishReason.ERROR.
     """
 
     request_id: str
@@ -169,8 +169,9 @@ class EngineConfig:
     """Limits and sources of one engine; every field is a flag of the same name.
 
     `dtype` "auto" is float32 on a CPU, else the checkpoint's. `max_model_len` 0 takes the model's,
-    lowered to what the KV pool can hold. `num_kv_pages` 0 sizes the pool from `gpu_memory_utilization`.
-    `max_num_seqs` and `max_num_batched_tokens` 0 take the platform's default.
+    lowered to what the KV pool can hold. `num_kv_pages` 0 sizes the pool from
+    `gpu_memory_utilization`. `max_num_seqs` and `max_num_batched_tokens` 0 take the platform's
+    default.
     """
 
     model: str | None = None
@@ -274,7 +275,7 @@ class EngineLike(Protocol):
         """Forgets a request and frees its pages before the next step; unknown ids are ignored."""
 
     def step(self) -> list[RequestOutput]:
-        """Launches one step, returns what the previous one made. One request's fault never raises."""
+        """Launches one step, returns what the previous one made; never raises for one request."""
 
     def admin(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Runs an admin command ("plan", "plan/install", "plan/rollback", ...).
