@@ -32,9 +32,9 @@ class Baseline:
 class Result:
     """One figure.
 
-    `better` is "higher" or "lower"; `goal` None where none is set. `samples` are raw, at least three
-    (one for a count). `ratio` compares with the baseline, above 1 where ours is better unless the
-    metric says otherwise. `versions` and `date` are filled in by `measured`.
+    `better` is "higher" or "lower"; `goal` None where none is set. `samples` are raw, at least
+    three (one for a count). `ratio` compares with the baseline, above 1 where ours is better
+    unless the metric says otherwise. `versions` and `date` are filled in by `measured`.
     """
 
     metric: str
@@ -100,7 +100,7 @@ def versions() -> dict[str, str]:
 
 
 def append(path: str | os.PathLike[str], results: Sequence[Result]) -> None:
-    """Appends one JSON line a result and syncs; a torn last line from a killed run is closed first."""
+    """Appends one JSON line a result and syncs; first closes a line that a killed run tore."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("a+b") as file:
@@ -134,3 +134,9 @@ def read(root: str | os.PathLike[str]) -> Iterator[Result]:
                 )
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(f"{path}:{number} is no result line: {error}") from error
+
+
+def _from_json(data: dict[str, Any]) -> Result:
+    base = data["baseline"]
+    baseline = Baseline(base["name"], tuple(base["samples"])) if base else None
+    return Result(**{**data, "samples": tuple(data["samples"]), "baseline": baseline})
