@@ -92,3 +92,21 @@ def constrain(
     if plan is None or mesh is None or plan.num_devices == 1:
         return x
     return jax.lax.with_sharding_constraint(x, plan.sharding(mesh, axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A mesh plan on its devices; what a model fixes the sharding of its activations with.
+
+    The default is one device, where every call returns its argument.
+    """
+
+    plan: MeshPlan | None = None
+    mesh: Mesh | None = None
+
+    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Returns `x` laid out by its logical axes."""
+        return constrain(x, axes, self.plan, self.mesh)
+
+
+ONE_DEVICE = Placement()

@@ -1,0 +1,1 @@
+"""What model families are built of."""
