@@ -98,6 +98,8 @@ def install(venv: Path, group: str, accelerator: str) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
     unfinished.touch()
     pip = [str(venv / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    if any(venv.glob("installed-*")):
+        pip.append("--quiet")  # an update: most packages are there, and pip would say so of each
     files = [f"--requirement={file}" for file in requirement_files(group, accelerator)]
     subprocess.run([*pip, "--require-hashes", *files], check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT], check=True)
