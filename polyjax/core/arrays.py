@@ -6,14 +6,15 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def unit_roundoff(dtype: object) -> float:
+def unit_roundoff(dtype: DTypeLike) -> float:
     """Returns u = eps/2, the largest relative error of one rounding to `dtype`."""
     return float(jnp.finfo(jnp.dtype(dtype)).eps) / 2
 
 
-def reduction_bound(dtype: object, length: int, accumulate: object = jnp.float32) -> float:
+def reduction_bound(dtype: DTypeLike, length: int, accumulate: DTypeLike = jnp.float32) -> float:
     """Relative error bound of a dot product of `length` terms, against sum(|x||y|).
 
     Inputs are exact in `dtype`; products and sums are rounded to `accumulate`; the result is
@@ -26,6 +27,6 @@ def reduction_bound(dtype: object, length: int, accumulate: object = jnp.float32
     return steps * u / (1.0 - steps * u) + unit_roundoff(dtype)
 
 
-def num_bytes(shape: Sequence[int], dtype: object) -> int:
+def num_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
     """Returns the bytes of a dense array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize

@@ -20,7 +20,10 @@ from typing import Any, ClassVar, Protocol, Self
 import jax
 import jax.numpy as jnp
 
+from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
+
+ChipLike = ChipSpec
 
 _SPEC = re.compile(r"^(\w+)(\?)?\[([\w,]*)\]$")
 
@@ -122,15 +125,6 @@ class Schedule:
         return json.dumps(self.to_json(), sort_keys=True)
 
 
-class ChipLike(Protocol):
-    """The part of `polyjax.core.chips.ChipSpec` that legality depends on."""
-
-    name: str
-    features: frozenset[str]
-    num_sms: int
-    shared_memory_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Writes:
     """A kernel's declared stores: output index -> per-block (start, size) slices along each axis.
@@ -160,13 +154,13 @@ class Kernel(Protocol):
     def supports(self, workload: Workload) -> str | None:
         """None, or why this kernel cannot compute the workload at all."""
 
-    def space(self, workload: Workload, chip: ChipLike) -> Iterator[Schedule]:
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[Schedule]:
         """Every schedule of the grid of knobs, legal or not; order is stable."""
 
-    def default(self, workload: Workload, chip: ChipLike) -> Schedule:
+    def default(self, workload: Workload, chip: ChipSpec) -> Schedule:
         """The schedule the analytical model chooses; always legal where `supports` is None."""
 
-    def check(self, workload: Workload, schedule: Schedule, chip: ChipLike) -> None:
+    def check(self, workload: Workload, schedule: Schedule, chip: ChipSpec) -> None:
         """Raises ScheduleError with the reason if the schedule is illegal (cheap, no lowering)."""
 
     def shared_memory_bytes(self, workload: Workload, schedule: Schedule) -> int:

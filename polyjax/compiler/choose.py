@@ -1,0 +1,109 @@
+"""Which kernel and schedule each workload of a step gets when no search has run: the default plan.
+
+A step is traced once by shapes alone. At every op call the choice is, in this order: what a tuning
+table measured, the analytical default of the first kernel that supports the workload on this chip,
+or the reference. A composite op with a kernel is taken whole; one without is looked into.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from polyjax.core.chips import ChipSpec
+from polyjax.core.errors import ConfigError, ScheduleError
+from polyjax.core.op import Choice, Kernel, Op, Ops, Schedule, Workload
+
+Table = Mapping[str, Choice]
+
+
+class ChoosingOps(Ops):
+    """Records a choice for every workload it meets; computes shapes by the references."""
+
+    def __init__(self, catalogue: Mapping[str, Kernel], chip: ChipSpec, table: Table):
+        super().__init__({}, catalogue)
+        self.choices: dict[str, Choice] = {}
+        self._chip = chip
+        self._table = table
+
+    def __call__(
+        self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any
+    ) -> Any:
+        workload = op.workload(*args, **static)
+        choice = choose(workload, self._catalogue, self._chip, self._table)
+        compute = reference or op.reference
+        if choice is None:
+            return compute(self, *args, **static)
+        self.choices[workload.key] = choice
+        return compute(Ops({}, {}), *args, **static)
+
+
+def choose(
+    workload: Workload, catalogue: Mapping[str, Kernel], chip: ChipSpec, table: Table
+) -> Choice | None:
+    """Returns the table's choice if it is still legal here, else the first default, else None."""
+    measured = table.get(workload.key)
+    if measured is not None and _legal(measured, workload, catalogue, chip):
+        return measured
+    for name, kernel in catalogue.items():
+        suits = kernel.op.name == workload.op and kernel.platform == chip.platform
+        if not suits or not kernel.requires <= chip.features or kernel.supports(workload):
+            continue
+        return Choice(name, _frozen(kernel.default(workload, chip)))
+    return None
+
+
+def _legal(
+    choice: Choice, workload: Workload, catalogue: Mapping[str, Kernel], chip: ChipSpec
+) -> bool:
+    kernel = catalogue.get(choice.kernel)
+    if kernel is None or kernel.supports(workload) or not kernel.requires <= chip.features:
+        return False
+    try:
+        kernel.check(workload, kernel.schedule_type.from_json(dict(choice.schedule)), chip)
+    except (ScheduleError, TypeError):
+        return False
+    return True
+
+
+def _frozen(schedule: Schedule) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(schedule.to_json().items()))
+
+
+def default_choices(
+    traced: Sequence[Callable[[Ops], Any]],
+    catalogue: Mapping[str, Kernel],
+    chip: ChipSpec,
+    table: Table,
+) -> tuple[tuple[str, Choice], ...]:
+    """Returns a plan's choices for every workload that the `traced` step functions contain.
+
+    Each function takes an Ops and runs a step on abstract arrays; it is evaluated for shapes only.
+    """
+    ops = ChoosingOps(catalogue, chip, table)
+    for function in traced:
+        jax.eval_shape(lambda call=function: call(ops))
+    return tuple(sorted(ops.choices.items()))
+
+
+def load_tables(folder: str | Path, device_kind: str) -> dict[str, Choice]:
+    """Returns the measured choices for one device kind; {} where there are none.
+
+    A table is JSON, `{workload key: {"kernel": name, "schedule": {field: value}}}`, in the file
+    `<device kind, spaces as underscores>.json`. Raises ConfigError naming a malformed table.
+    """
+    path = Path(folder) / f"{device_kind.replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    try:
+        rows = json.loads(path.read_text())
+        return {
+            key: Choice(row["kernel"], tuple(sorted(row["schedule"].items())))
+            for key, row in rows.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no tuning table: {error!r}") from error
