@@ -25,7 +25,7 @@ from polyjax.core.errors import ScheduleError
 
 ChipLike = ChipSpec
 
-_SPEC = re.compile(r"^(\w+)(\?)?\[([\w,]*)\]$")
+_SPEC = re.compile(r"^(\w+)([?*])?\[([\w,]*)\]$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,10 @@ class Op:
     """A mathematical function and its truth.
 
     `inputs` names each array argument and its axes in call order, e.g. ("x[M,K]", "w[N,K]",
-    "residual?[M,N]"; `?` marks an argument that may be None). Axis sizes must agree between
-    arguments. `reference(ops, *arrays, **static)` is plain jnp; a composite op calls simpler ops
-    through `ops`, so that a plan may fuse it or leave it in pieces. `flops` and `bytes_moved` give
+    "residual?[M,N]"; `?` marks an argument that may be None, `*` a tuple of L equal arrays, one per
+    layer). Axis sizes must agree between arguments. `reference(ops, *arrays, **static)` is plain
+    jnp; a composite op calls simpler ops through `ops`, so that a plan may fuse it or leave it in
+    pieces. `flops` and `bytes_moved` give
     the least work a workload needs (each input read once, each output written once).
     """
 
@@ -91,11 +92,13 @@ class Op:
         for spec, arg in zip(self.inputs, args, strict=False):
             match = _SPEC.match(spec)
             assert match, f"{self.name}: malformed input spec {spec!r}"
-            name, optional, axes = match[1], match[2], [a for a in match[3].split(",") if a]
+            name, mark, axes = match[1], match[2], [a for a in match[3].split(",") if a]
             if arg is None:
-                if not optional:
+                if mark != "?":
                     raise TypeError(f"{self.name}: {name} is required")
                 continue
+            if mark == "*":
+                arg = _one_of_equal_layers(self.name, name, arg, dims)
             if len(axes) != arg.ndim:
                 raise TypeError(f"{self.name}: {name} has shape {arg.shape}, wanted axes {axes}")
             for axis, size in zip(axes, arg.shape, strict=True):
@@ -105,6 +108,18 @@ class Op:
             dtypes.append((name, jnp.dtype(arg.dtype).name))
         kept = tuple((axis, size) for axis, size in dims.items() if axis not in self.unkeyed)
         return Workload(self.name, kept, tuple(dtypes), tuple(sorted(static.items())))
+
+
+def _one_of_equal_layers(op: str, name: str, arrays: Any, dims: dict[str, int]) -> Any:
+    """Returns the first of a per-layer tuple; records axis L. Raises TypeError if they differ."""
+    if not isinstance(arrays, (tuple, list)) or not arrays:
+        raise TypeError(f"{op}: {name} must be a tuple with one array per layer")
+    if dims.setdefault("L", len(arrays)) != len(arrays):
+        raise TypeError(f"{op}: {name} has {len(arrays)} layers, not {dims['L']}")
+    kinds = {(a.shape, jnp.dtype(a.dtype).name) for a in arrays}
+    if len(kinds) != 1:
+        raise TypeError(f"{op}: the layers of {name} differ: {sorted(kinds, key=str)}")
+    return arrays[0]
 
 
 @dataclasses.dataclass(frozen=True)

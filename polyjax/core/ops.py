@@ -103,6 +103,54 @@ LM_HEAD_SAMPLE = Op(
     lambda w: _head_bytes(w) + 4.0 * w["M"],
 )
 
+def _decode_stack_weights(w: Workload) -> float:
+    """Parameters of all layers (norms left out)."""
+    query_dim = w["K"] * (w["G"] - 2) * w["H"]
+    layer = w["K"] * w["G"] * w["H"] * w["D"] + w["D"] * query_dim + 3 * w["F"] * w["D"]
+    return float(w["L"] * layer)
+
+
+def _decode_stack_flops(w: Workload) -> float:
+    heads = w["K"] * (w["G"] - 2)
+    attention = 4.0 * w["L"] * w["B"] * heads * w["H"] * w["C"] * w["Z"]
+    return 2.0 * w["B"] * (_decode_stack_weights(w) + w.get("V") * w["D"]) + attention
+
+
+def _decode_stack_bytes(w: Workload) -> float:
+    """Weights once and the whole bucket's keys and values; activations are negligible."""
+    cache = 2.0 * w["L"] * w["B"] * w["C"] * w["Z"] * w["K"] * w["H"] * w.dtype("kv").itemsize
+    weights = _decode_stack_weights(w) + w.get("V") * w["D"]
+    return weights * w.dtype("qkv").itemsize + cache
+
+
+_DECODE_STACK_INPUTS = (
+    "x[B,D]",
+    "attn_norm*[D]",
+    "qkv*[K,G,H,D]",
+    "o*[D,N]",
+    "mlp_norm*[D]",
+    "gate_up*[2,F,D]",
+    "down*[D,F]",
+    "kv*[P,2,K,Z,H]",
+    "cos_sin[B,R]",
+    "page_table[B,C]",
+    "context_lens[B]",
+)
+DENSE_DECODE_STACK = Op(
+    "dense_decode_stack",
+    _DECODE_STACK_INPUTS,
+    reference.dense_decode_stack,
+    _decode_stack_flops,
+    _decode_stack_bytes,
+)
+DENSE_DECODE_GREEDY = Op(
+    "dense_decode_greedy",
+    (*_DECODE_STACK_INPUTS, "final_norm[D]", "head[V,D]"),
+    reference.dense_decode_greedy,
+    _decode_stack_flops,
+    _decode_stack_bytes,
+)
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -117,5 +165,7 @@ OPS: dict[str, Op] = {
         NORM_GATE_UP,
         LM_HEAD,
         LM_HEAD_SAMPLE,
+        DENSE_DECODE_STACK,
+        DENSE_DECODE_GREEDY,
     )
 }

@@ -221,3 +221,72 @@ def lm_head_sample(
     scaled = logits / jnp.where(hot, temperature, 1.0)[:, None]
     noise = gumbel(seeds, positions, logits.shape[-1])
     return jnp.argmax(jnp.where(hot[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
+
+
+def dense_decode_stack(
+    ops: Any,
+    x: jax.Array,
+    attn_norm: tuple[jax.Array, ...],
+    qkv: tuple[jax.Array, ...],
+    o: tuple[jax.Array, ...],
+    mlp_norm: tuple[jax.Array, ...],
+    gate_up: tuple[jax.Array, ...],
+    down: tuple[jax.Array, ...],
+    kv: tuple[jax.Array, ...],
+    cos_sin: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    *,
+    eps: float,
+    scale: float,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """All layers of a dense pre-norm SwiGLU transformer for one new token a row.
+
+    x [B,D] is the embedded token. Per layer: attn_norm, mlp_norm [D], qkv [K,G,H,D] (a kv head's
+    G-2 query heads, its key, its value), o [D,N] with N = K*(G-2)*H, gate_up [2,F,D], down [D,F],
+    pool kv [P,2,K,Z,H]. context_lens [B] counts the new token, which sits at position
+    context_lens - 1; 0 marks an inactive row (written to slot 0, its x is meaningless). Returns the
+    residual stream [B,D] before the final norm and the pools.
+    """
+    from polyjax.core import ops as declared
+
+    rows = jnp.arange(x.shape[0])
+    live = context_lens > 0
+    position = jnp.maximum(context_lens - 1, 0)
+    page_size = kv[0].shape[3]
+    slots = page_table[rows, position // page_size] * page_size + position % page_size
+    slots = jnp.where(live, slots, 0)
+    pools = []
+    layers = zip(attn_norm, qkv, o, mlp_norm, gate_up, down, kv, strict=True)
+    for norm, w_qkv, w_o, norm2, w_gate_up, w_down, pool in layers:
+        q, pool = ops(
+            declared.NORM_QKV_ROPE_WRITE,
+            x, norm, w_qkv, None, None, None, cos_sin, pool, slots,
+            eps=eps,
+        )  # fmt: skip
+        heads = ops(
+            declared.PAGED_ATTENTION,
+            q[:, None], pool, page_table, context_lens, live.astype(jnp.int32), None,
+            scale=scale,
+        )  # fmt: skip
+        x = ops(declared.MATMUL, heads.reshape(x.shape[0], -1), w_o, None, x)
+        h = ops(declared.NORM_GATE_UP, x, norm2, w_gate_up, eps=eps)
+        x = ops(declared.MATMUL, h, w_down, None, x)
+        pools.append(pool)
+    return x, tuple(pools)
+
+
+def dense_decode_greedy(
+    ops: Any, *args: Any, eps: float, scale: float
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """`dense_decode_stack`, final norm [D], LM head [V,D] and arg-max.
+
+    Takes the stack's arguments, then final_norm [D] and head [V,D]. Returns (tokens int32 [B],
+    residual stream [B,D], pools). Ties go to the lowest id.
+    """
+    from polyjax.core import ops as declared
+
+    *stack, final_norm, head = args
+    x, pools = ops(declared.DENSE_DECODE_STACK, *stack, eps=eps, scale=scale)
+    logits = ops(declared.LM_HEAD, x, final_norm, head, eps=eps)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), x, pools
