@@ -128,5 +128,6 @@ def _is_plain(output: RequestOutput) -> bool:
         and output.logprobs is None
         and output.prompt_logprobs is None
         and output.cached_tokens == 0
+        and output.scheduled_s == 0.0
         and output.error is None
     )

@@ -188,6 +188,7 @@ class ScriptedEngine:
             if is_first and params.prompt_logprobs is not None
             else None,
             epoch=self._stats.epoch,
+            scheduled_s=time.monotonic() if is_first else 0.0,
         )
 
     def _finish(self, running: _Running, token: int) -> tuple[FinishReason | None, int | None]:

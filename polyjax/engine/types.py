@@ -160,6 +160,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     epoch: int = 0
+    scheduled_s: float = 0.0
     error: str | None = None
     error_param: str | None = None
 
@@ -215,7 +216,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine that is ready tells its clients."""
+    """What an engine that is ready tells its clients. `numerics` is the class of its plan."""
 
     model_name: str
     model_path: str
@@ -233,6 +234,7 @@ class EngineInfo:
     epoch: int
     load_s: float
     compile_s: float
+    numerics: str = "bounded"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
