@@ -70,6 +70,11 @@ def modules_beyond_core() -> set[str]:
     } - {"polyjax", "pallas_kernels", "models", "search"}
 
 
+@pytest.mark.smoke
+def test_every_module_imports() -> None:
+    import_without(modules_under("polyjax", "pallas_kernels", "models", "search"), blocked=[])
+
+
 def test_core_needs_only_the_core_dependencies() -> None:
     beyond = modules_beyond_core()
     assert {"tokenizers", "starlette", "pydantic"} <= beyond
