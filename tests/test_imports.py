@@ -12,7 +12,7 @@ PACKAGES = ("polyjax", "pallas_kernels", "models", "search")
 # A part may import the layers before its own; parts of one layer do not import each other.
 LAYERS = (
     ("polyjax.core",),
-    ("pallas_kernels", "models", "polyjax.io"),
+    ("pallas_kernels", "models", "polyjax.io", "polyjax.evaluation"),
     ("polyjax.compiler",),
     ("polyjax.gates",),
     ("polyjax.engine",),
