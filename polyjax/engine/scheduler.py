@@ -338,7 +338,8 @@ class Scheduler:
         if allocator.enable_prefix_caching:
             self.counters.prefix_queries_tokens += known
             self.counters.prefix_hits_tokens += start
-        if not sequence.num_preemptions:
+        if not sequence.admitted_s:
+            sequence.admitted_s = time.monotonic()
             sequence.num_cached = start
         if sequence.failed_steps:
             self._suspect = sequence
@@ -421,56 +422,80 @@ class Scheduler:
         now_s: float,
         outputs: list[RequestOutput],
     ) -> None:
-        page_size = self.allocator.page_size
-        tokens, all_logprobs = result.tokens, result.logprobs
-        for row, sequence in enumerate(launch.sequences):
-            if sequence.status is SequenceStatus.FINISHED:
+        finished = SequenceStatus.FINISHED
+        plain = result.logprobs is None
+        generated = 0
+        for row, (sequence, token, samples) in enumerate(
+            zip(launch.sequences, result.tokens, launch.samples, strict=False)
+        ):
+            if sequence.status is finished:
                 continue  # it ended while this row was in flight
-            reason: FinishReason | None = None
-            stop_reason: int | None = None
-            logprobs: list[TokenLogprobs] | None = None
-            new: list[int] = []
-            if launch.samples[row]:
-                token = tokens[row]
-                new.append(token)
-                known = self._append(sequence, token, now_s)
-                if all_logprobs is not None and sequence.params.logprobs is not None:
-                    logprobs = [all_logprobs[row]]
-                if token in sequence.stop_ids and known > sequence.min_total:
-                    reason = FinishReason.STOP
-                    stop_reason = None if token in sequence.eos_ids else token
-                elif known >= sequence.max_total:
-                    reason = FinishReason.LENGTH
-                elif not known % page_size:
-                    self._register(sequence)
+            if samples:
+                token_ids = sequence.token_ids
+                token_ids.append(token)
+                generated += 1
+                if (
+                    plain
+                    and len(token_ids) < sequence.event_total
+                    and token not in sequence.stop_ids
+                ):
+                    output = RequestOutput(sequence.request.id, [token], epoch=epoch)
+                else:
+                    logprobs = result.logprobs[row] if result.logprobs is not None else None
+                    output = self._commit_token(sequence, token, logprobs, epoch, now_s)
             elif launch.starts[row] + launch.num_tokens[row] >= sequence.max_total:
-                reason = FinishReason.LENGTH  # max_tokens is 0
+                output = self._commit_prompt(sequence, epoch, now_s)
             else:
                 continue
-            output = RequestOutput(
-                sequence.request.id,
-                new,
-                reason,
-                stop_reason,
-                logprobs,
-                _take_prompt_logprobs(sequence) if sequence.prompt_logprobs_due else None,
-                sequence.num_cached,
-                epoch,
-            )
             outputs.append(output)
-            if reason is not None:
-                sequence.finished_s = now_s
-                self._finish(sequence)
+        self.counters.generation_tokens += generated
 
-    def _append(self, sequence: Sequence, token: int, now_s: float) -> int:
-        """Adds a token that was read back; returns how many tokens are known now."""
-        sequence.token_ids.append(token)
+    def _commit_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        epoch: int,
+        now_s: float,
+    ) -> RequestOutput:
+        """The output for a token just appended, whatever it means for its sequence."""
+        output = RequestOutput(sequence.request.id, [token], epoch=epoch)
         known = len(sequence.token_ids)
-        self.counters.generation_tokens += 1
+        if logprobs is not None and sequence.params.logprobs is not None:
+            output.logprobs = [logprobs]
         if known == sequence.prompt_tokens + 1:
-            sequence.first_token_s = now_s
-            self.counters.prompt_tokens += sequence.prompt_tokens
-        return known
+            self._report_prompt(sequence, output, now_s)
+        if token in sequence.stop_ids and known > sequence.min_total:
+            output.finish_reason = FinishReason.STOP
+            output.stop_reason = None if token in sequence.eos_ids else token
+        elif known >= sequence.max_total:
+            output.finish_reason = FinishReason.LENGTH
+        if output.finish_reason is None:
+            self._register(sequence)
+            next_page = known + self.allocator.page_size - known % self.allocator.page_size
+            sequence.event_total = min(sequence.max_total, next_page)
+        else:
+            sequence.finished_s = now_s
+            self._finish(sequence)
+        return output
+
+    def _commit_prompt(self, sequence: Sequence, epoch: int, now_s: float) -> RequestOutput:
+        """The output of a request with max_tokens 0, whose prompt is computed."""
+        output = RequestOutput(sequence.request.id, [], FinishReason.LENGTH, epoch=epoch)
+        self._report_prompt(sequence, output, now_s)
+        sequence.finished_s = now_s
+        self._finish(sequence)
+        return output
+
+    def _report_prompt(self, sequence: Sequence, output: RequestOutput, now_s: float) -> None:
+        """Adds to a sequence's first output what is known of its prompt."""
+        sequence.first_token_s = now_s
+        self.counters.prompt_tokens += sequence.prompt_tokens
+        output.cached_tokens = sequence.num_cached
+        output.scheduled_s = sequence.admitted_s
+        if sequence.prompt_logprobs_due:
+            output.prompt_logprobs = sequence.prompt_logprobs or [None]
+            sequence.prompt_logprobs_due = False
 
     def _register(self, sequence: Sequence) -> None:
         """Offers the full pages of a running sequence to the prefix cache."""
@@ -527,26 +552,28 @@ class Scheduler:
         return -(-max(longest, limits.max_model_len) // self.allocator.page_size)
 
     def _bounded_total(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Tokens a sequence may grow to. Raises RequestError if that is more than can be served."""
-        limit = self.max_total_tokens
-        name = (
-            f"max_model_len is {limit}"
+        """Tokens a sequence may grow to. Raises RequestError if more than can be served."""
+        # The token sampled last is never written to the cache; a prompt is written whole.
+        unwritten = 0 if max_tokens == 0 else 1
+        limit = min(self.limits.max_model_len, self.allocator.capacity_tokens + unwritten)
+        allows = (
+            f"max_model_len allows {limit} in all"
             if limit == self.limits.max_model_len
             else f"the KV cache holds {limit} (num_kv_pages, gpu_memory_utilization)"
         )
-        least = 1 if max_tokens is None else max_tokens
-        if prompt_tokens + min(least, 1) > limit:
+        if prompt_tokens + unwritten > limit:
             raise RequestError(
-                f"the prompt has {prompt_tokens} tokens and {name} tokens, output included",
-                "prompt",
+                f"the prompt has {prompt_tokens} tokens and {allows}, output included", "prompt"
             )
-        if prompt_tokens + least > limit:
+        if max_tokens is None:
+            return limit
+        if prompt_tokens + max_tokens > limit:
             raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, max_tokens asks for {max_tokens} more, "
-                f"and {name} tokens",
+                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {max_tokens} more, "
+                f"but {allows}",
                 "max_tokens",
             )
-        return limit if max_tokens is None else prompt_tokens + max_tokens
+        return prompt_tokens + max_tokens
 
 
 class _Chunk:
@@ -577,8 +604,3 @@ def _collect_prompt_logprobs(launch: Launch, result: LaunchResult) -> None:
         if entries is not None and first <= len(have):
             have += entries[len(have) - first : sequence.prompt_tokens - first]
             sequence.prompt_logprobs = have
-
-
-def _take_prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs | None]:
-    sequence.prompt_logprobs_due = False
-    return sequence.prompt_logprobs or [None]

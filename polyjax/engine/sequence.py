@@ -40,6 +40,7 @@ class Sequence:
     __slots__ = (
         "admitted_s",
         "eos_ids",
+        "event_total",
         "failed_steps",
         "finished_s",
         "first_token_s",
@@ -48,7 +49,6 @@ class Sequence:
         "min_total",
         "num_cached",
         "num_computed",
-        "num_preemptions",
         "num_total",
         "pages",
         "params",
@@ -84,6 +84,8 @@ class Sequence:
         self.num_cached = 0
         self.max_total = max_total
         self.min_total = self.prompt_tokens + params.min_tokens
+        # Number of known tokens at which a commit has more to do than to pass a token on.
+        self.event_total = self.prompt_tokens + 1
         self.slot = -1
         self.pages = pages
         self.eos_ids = () if params.ignore_eos else eos_token_ids
@@ -92,7 +94,6 @@ class Sequence:
         self.seed = random.getrandbits(32) if params.seed is None else fold_seed(params.seed)
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs_due = params.prompt_logprobs is not None
-        self.num_preemptions = 0
         self.failed_steps = 0
         self.admitted_s = 0.0
         self.first_token_s = 0.0
