@@ -1,0 +1,99 @@
+"""Where the fields of a step's one packed int32 array lie. No jax: host and device both read it.
+
+The host writes through `BatchLayout.split` of a numpy array, a step program reads through `split`
+of the traced one (slices and reshapes only). Floats travel as their bits:
+`jax.lax.bitcast_convert_type(batch.sampling_floats, jnp.float32)` on the device,
+`.view(np.float32)` on the host. Seeds are uint32 in int32 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from polyjax.core.buckets import Bucket
+
+FROM_SLOT = 1  # the row's one token is the slot's last sampled token, not tokens[row, 0]
+SAMPLES = 2  # a token is sampled after the row's last token, and becomes the slot's last token
+BANS_STOP = 4  # the sequence's stop tokens must not be sampled yet (min_tokens)
+
+SAMPLING_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+SAMPLING_INTS = ("top_k", "seed")
+
+
+class PackedBatch(NamedTuple):
+    """The fields of one launch of bucket (T tokens, B sequences, C pages) with G KV groups.
+
+    All int32, numpy or traced jax arrays. Rows without a sequence have query_lens 0 and the sink
+    slot, the one after the last.
+
+    tokens [B,T]; query_lens, context_lens, first_pages as in core.model.StepBatch, the latter and
+    page_tables stacked over groups: [G,B], [G,B,C]. slots [B]. flags [B] of FROM_SLOT, SAMPLES,
+    BANS_STOP. next_tokens [B]: the known token that follows the row's last, 0 if none is known; for
+    prompt logprobs. sampling_floats [B,len(SAMPLING_FLOATS)], sampling_ints [B,len(SAMPLING_INTS)]:
+    columns in that order; top_k 0 means all.
+    """
+
+    query_lens: Any
+    context_lens: Any
+    slots: Any
+    flags: Any
+    next_tokens: Any
+    sampling_floats: Any
+    sampling_ints: Any
+    tokens: Any
+    page_tables: Any
+    first_pages: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchLayout:
+    """Where the fields of a packed batch lie; a function of bucket and number of KV groups only."""
+
+    bucket: Bucket
+    num_groups: int
+
+    @property
+    def shapes(self) -> PackedBatch:
+        """The shape of every field."""
+        tokens, rows, pages = self.bucket.tokens, self.bucket.sequences, self.bucket.pages
+        return PackedBatch(
+            query_lens=(rows,),
+            context_lens=(rows,),
+            slots=(rows,),
+            flags=(rows,),
+            next_tokens=(rows,),
+            sampling_floats=(rows, len(SAMPLING_FLOATS)),
+            sampling_ints=(rows, len(SAMPLING_INTS)),
+            tokens=(rows, tokens),
+            page_tables=(self.num_groups, rows, pages),
+            first_pages=(self.num_groups, rows),
+        )
+
+    @property
+    def sampler_size(self) -> int:
+        """Length of the leading part that holds the fields of a row, all a sampler reads."""
+        return self.bucket.sequences * (5 + len(SAMPLING_FLOATS) + len(SAMPLING_INTS))
+
+    @property
+    def size(self) -> int:
+        """Length of the flat array."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def split(self, flat: Any) -> PackedBatch:
+        """The fields of a flat array [size]: views of a numpy array, slices of a traced one."""
+        fields = []
+        offset = 0
+        for shape in self.shapes:
+            end = offset + math.prod(shape)
+            fields.append(flat[offset:end].reshape(shape))
+            offset = end
+        return PackedBatch(*fields)
