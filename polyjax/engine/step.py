@@ -50,7 +50,7 @@ class ScheduledRow:
     samples: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """One forward program (and its sampler) of a step; lists are parallel, one entry a row.
 
@@ -118,7 +118,7 @@ def make_launch(
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ScheduledStep:
     """What to launch, in order. A sequence is in at most one launch of a step.
 
