@@ -49,6 +49,7 @@ class EngineClient:
         """Opens the connection. The engine process need not exist yet."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._dead: asyncio.Future[None] = self._loop.create_future()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._name.encode())
@@ -65,6 +66,10 @@ class EngineClient:
     async def ready(self) -> EngineInfo:
         """Waits until the engine serves. Raises EngineDead if it never will."""
         return await asyncio.shield(self._ready)
+
+    async def died(self) -> None:
+        """Waits for the end of the engine. Raises EngineDead then, never returns."""
+        await asyncio.shield(self._dead)
 
     @property
     def is_dead(self) -> bool:
@@ -132,7 +137,7 @@ class EngineClient:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             self._deliver(request_id, sink, self._death)
-        futures: list[asyncio.Future[Any]] = [self._ready, *self._calls.values()]
+        futures: list[asyncio.Future[Any]] = [self._ready, self._dead, *self._calls.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(self._death)

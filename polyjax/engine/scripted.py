@@ -10,7 +10,9 @@ import dataclasses
 import time
 from typing import Any
 
-from polyjax.core.errors import RequestError
+import msgspec
+
+from polyjax.core.errors import ConfigError, RequestError
 from polyjax.engine.types import (
     EngineConfig,
     EngineInfo,
@@ -42,6 +44,16 @@ class Script:
     fail_token: int = -1
     crash_token: int = -1
     hang_token: int = -1
+
+
+def read_script(settings: str | None) -> Script | None:
+    """Returns the script that a JSON object describes. Raises ConfigError naming what is wrong."""
+    if settings is None:
+        return None
+    try:
+        return msgspec.json.decode(settings, type=Script)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--scripted_engine: {error}") from error
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,63 @@
+"""Serves a model over an OpenAI-compatible HTTP API: `python -m polyjax.serve [model] [flags]`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from absl import app
+
+from polyjax import flags
+from polyjax.core.errors import ConfigError, PolyjaxError
+from polyjax.engine.types import EngineConfig
+from polyjax.packages import refuse_foreign_packages
+from polyjax.runtime_folder import make_runtime_folder
+from polyjax.server.config import ServerConfig
+
+flags.define(EngineConfig, flags.ENGINE_HELP)
+flags.define(ServerConfig)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    try:
+        refuse_foreign_packages()
+        code = serve(flags.read(ServerConfig), read_engine_config(argv[1:]))
+    except PolyjaxError as error:
+        print(f"polyjax: {error}", file=sys.stderr)
+        code = 1
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)  # a thread may still be fetching a model that nobody waits for any more
+
+
+def read_engine_config(arguments: Sequence[str]) -> EngineConfig:
+    """Returns the engine's config; the model may be an argument without a flag."""
+    model = flags.FLAGS.model
+    if len(arguments) > 1 or (arguments and model is not None):
+        raise ConfigError(f"more than one model: {' '.join([model or '', *arguments]).strip()}")
+    return flags.read(EngineConfig, model=arguments[0] if arguments else model)
+
+
+def serve(config: ServerConfig, engine: EngineConfig) -> int:
+    """Serves until a signal or a failure; returns the exit code."""
+    folder = make_runtime_folder()
+    try:
+        if config.api_server_count > 1:
+            # prometheus_client looks at this once, when it is imported: before what follows.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        from polyjax.engine.scripted import read_script
+        from polyjax.server.process import configure_logging, run_event_loop
+        from polyjax.supervisor import Supervisor
+
+        configure_logging()
+        script = read_script(config.scripted_engine)
+        return run_event_loop(Supervisor(config, engine, script, folder).run())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=flags.parse)
