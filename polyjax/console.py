@@ -26,6 +26,9 @@ class Console:
         self._reporter: asyncio.Task[None] | None = None
         client.on_progress = self.progress
 
+    def listening(self) -> None:
+        say(f"listening at {base_url(self._config)} and getting ready")
+
     def fetch_progress(self, what: str, done: int, total: int) -> None:
         """Progress of opening the model, in bytes."""
         share = f" {100 * done // total} % of {total / 1e6:.0f} MB" if total else ""
@@ -75,12 +78,16 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} polyjax: {line}", file=sys.stderr, flush=True)
 
 
+def base_url(config: ServerConfig) -> str:
+    """A URL that works on this machine."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+
+
 def describe(info: EngineInfo, config: ServerConfig, elapsed_s: float) -> str:
     """The line of a server that is ready."""
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "") else config.host
-    host = f"[{host}]" if ":" in host else host
     return (
-        f"ready at http://{host}:{config.port}/v1: {info.model_name} ({info.dtype}) on "
+        f"ready at {base_url(config)}/v1: {info.model_name} ({info.dtype}) on "
         f"{info.device}, {info.max_model_len:,} tokens of context, {info.kv_capacity_tokens:,} in "
         f"{info.num_kv_pages:,} KV pages, {info.num_programs} step programs, epoch {info.epoch}; "
         f"took {elapsed_s:.1f} s (load {info.load_s:.1f}, compile {info.compile_s:.1f})"

@@ -67,6 +67,7 @@ class Supervisor:
         self._client.connect()
         self._console = Console(self._config, self._client)
         self._http = HttpServer(self._config, self._client, listener)
+        self._console.listening()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

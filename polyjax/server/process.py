@@ -31,6 +31,7 @@ from polyjax.server.config import ServerConfig
 from polyjax.server.service import ServedModel, Service
 
 KEEP_ALIVE_S = 75  # longer than the idle timeout of common load balancers, which close first
+BACKLOG = 2048
 SAMPLE_S = 0.25  # as often as the engine's heartbeat
 ERROR_EVENT_S = 1.0  # what streams get to send their last event once the engine is dead
 DRAIN = b"drain"
@@ -126,7 +127,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int, shares_port: bool) -> socket.socket:
-    """Returns a bound socket. Raises ConfigError if the address cannot be had."""
+    """Returns a listening socket. Raises ConfigError if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,6 +135,7 @@ def listen(host: str, port: int, shares_port: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
