@@ -129,5 +129,6 @@ def sampler_kind(params: SamplingParams) -> SamplerKind:
 
 
 def fold_seed(seed: int) -> int:
-    """A 64-bit seed folded to the 32 bits the device takes."""
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+    """A 64-bit seed folded to the 32 bits the device takes; those below 2**32 stay as they are."""
+    high = (seed >> 32) & 0xFFFFFFFF
+    return (seed ^ high * 0x9E3779B9) & 0xFFFFFFFF  # 2**32 over the golden ratio, odd
