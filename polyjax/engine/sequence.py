@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import random
 
 from polyjax.engine.pages import SequencePages
@@ -129,6 +130,8 @@ def sampler_kind(params: SamplingParams) -> SamplerKind:
 
 
 def fold_seed(seed: int) -> int:
-    """A 64-bit seed folded to the 32 bits the device takes; those below 2**32 stay as they are."""
-    high = (seed >> 32) & 0xFFFFFFFF
-    return (seed ^ high * 0x9E3779B9) & 0xFFFFFFFF  # 2**32 over the golden ratio, odd
+    """The 32 bits the device takes of a signed 64-bit seed: itself if it fits, else a digest."""
+    if 0 <= seed < 2**32:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
