@@ -1,0 +1,164 @@
+"""Matrix-vector products on the CUDA cores: weights go from global memory straight to registers.
+
+A block of one warpgroup owns `rows` weight rows of each group (gate and up: two groups), keeps one
+float32 partial sum per lane and row, and reduces once at the end. Meant for one to four activation
+rows, where the tensor cores have nothing to gain; nothing passes through shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.base import REGISTERS_PER_THREAD, WARPGROUP_THREADS, f32
+from polyjax.core.op import ChipLike, Schedule
+
+MAX_ROWS = 4  # activation rows; more spill registers before they pay
+REDUCTION_SCRATCH_BYTES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class GemvSchedule(Schedule):
+    """`rows` weight rows a block, `tile_k` columns a step, `lookahead` steps loaded ahead of their use."""
+
+    rows: int = 4
+    tile_k: int = 1024
+    lookahead: int = 0
+    dependent_launch: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemv:
+    """The geometry: weights [groups, outputs, depth] times `activations` rows [depth]."""
+
+    activations: int
+    groups: int
+    outputs: int
+    depth: int
+    schedule: GemvSchedule
+    normalised: bool
+
+    @property
+    def vector(self) -> int:
+        """Elements a lane loads at once: 16 bytes of bfloat16 where the step is long enough."""
+        return min(8, self.schedule.tile_k // WARPGROUP_THREADS)
+
+    def illegal(self, chip: ChipLike) -> str | None:
+        s = self.schedule
+        if s.tile_k % (2 * WARPGROUP_THREADS):
+            return f"tile_k={s.tile_k} is no multiple of {2 * WARPGROUP_THREADS}"
+        if self.depth % s.tile_k:
+            return f"K={self.depth} is no multiple of tile_k={s.tile_k}"
+        if self.outputs % s.rows:
+            return f"{self.outputs} outputs are no multiple of rows={s.rows}"
+        if s.lookahead not in (0, 1):
+            return f"lookahead={s.lookahead} is neither 0 nor 1"
+        if s.lookahead and self.depth // s.tile_k < 2:
+            return "lookahead needs at least two steps"
+        per_lane = s.tile_k // WARPGROUP_THREADS
+        weights = self.groups * s.rows
+        registers = per_lane * (
+            self.activations * (weights + 1 + self.normalised) + weights * (1 + s.lookahead) // 2
+        ) + 30
+        if registers > REGISTERS_PER_THREAD:
+            return f"about {registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
+        return None
+
+    def run(
+        self,
+        x_g: Any,
+        weight_row: Callable[[int, Any], Any],
+        norm_g: Any = None,
+        eps: float = 0.0,
+    ) -> list[list[list[jax.Array]]]:
+        """Returns the scalar sums [activation][group][row] of this block.
+
+        `weight_row(group, row)` is the [depth] reference of a weight row; `row` counts from 0 in the block.
+        """
+        s = self.schedule
+        layout = plgpu.Layout.WG_STRIDED((s.tile_k,), self.vector)
+
+        def load(ref: Any, step: Any) -> jax.Array:
+            return plgpu.load(ref.at[pl.ds(step * s.tile_k, s.tile_k)], layout=layout)
+
+        def weights(step: Any) -> list[jax.Array]:
+            return [load(weight_row(g, r), step) for g in range(self.groups) for r in range(s.rows)]
+
+        def multiply(w: list[jax.Array], step: Any, state: Any) -> Any:
+            sums, squares = state
+            x = [load(x_g.at[m], step).astype(f32) for m in range(self.activations)]
+            if norm_g is not None:
+                squares = [q + v * v for q, v in zip(squares, x, strict=True)]
+                scale = load(norm_g, step).astype(f32)
+                x = [v * scale for v in x]
+            w = [v.astype(f32) for v in w]
+            sums = [[t + v * xm for t, v in zip(row, w, strict=True)] for row, xm in zip(sums, x, strict=True)]
+            return sums, squares
+
+        zero = plgpu.layout_cast(jnp.zeros((s.tile_k,), f32), layout)
+        state = [[zero] * (self.groups * s.rows)] * self.activations, [zero] * (
+            self.activations if norm_g is not None else 0
+        )
+        first = weights(0)  # weights do not depend on the kernel before, activations do
+        if s.dependent_launch:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
+        steps = self.depth // s.tile_k
+        if s.lookahead:
+
+            def advance(step: Any, carry: Any) -> Any:
+                w, state = carry
+                following = weights(step + 1)
+                return following, multiply(w, step, state)
+
+            last, state = jax.lax.fori_loop(0, steps - 1, advance, (first, state))
+            state = multiply(last, steps - 1, state)
+        else:
+            state = multiply(first, 0, state)
+            state = jax.lax.fori_loop(1, steps, lambda k, st: multiply(weights(k), k, st), state)
+        return self._reduce(state, eps)
+
+    def _reduce(self, state: Any, eps: float) -> list[list[list[jax.Array]]]:
+        sums, squares = state
+        results = []
+        for m in range(self.activations):
+            scale = jax.lax.rsqrt(jnp.sum(squares[m]) / self.depth + eps) if squares else None
+            values = [jnp.sum(t) if scale is None else jnp.sum(t) * scale for t in sums[m]]
+            rows = self.schedule.rows
+            results.append([values[g * rows : (g + 1) * rows] for g in range(self.groups)])
+        return results
+
+    def launch(self) -> dict[str, Any]:
+        """Keyword arguments of `plgpu.kernel` that follow from the schedule."""
+        params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES)
+        return dict(grid=(self.outputs // self.schedule.rows,), grid_names=("block",), compiler_params=params)
+
+
+def gemv_space(chip: ChipLike) -> Iterator[GemvSchedule]:
+    for rows in (1, 2, 4, 8, 16):
+        for tile_k in (256, 512, 1024, 2048, 4096):
+            for lookahead in (0, 1):
+                for dependent in (False, True):
+                    yield GemvSchedule(rows, tile_k, lookahead, dependent)
+
+
+def gemv_default(gemv: Gemv, chip: ChipLike) -> GemvSchedule:
+    """The schedule with the most bytes in flight a thread whose grid still fills the chip twice."""
+    legal = [
+        s
+        for s in gemv_space(chip)
+        if not s.dependent_launch and dataclasses.replace(gemv, schedule=s).illegal(chip) is None
+    ]
+
+    def preference(s: GemvSchedule) -> tuple[bool, int, int]:
+        blocks = gemv.outputs // s.rows
+        in_flight = s.rows * gemv.groups * s.tile_k * (1 + s.lookahead)
+        return blocks >= 2 * chip.num_sms, -abs(in_flight - 4096), s.tile_k
+
+    return max(legal, key=preference)
