@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from polyjax.core.errors import ConfigError, ModelError
 from polyjax.io.files import ModelFiles, Progress, TensorReader
@@ -18,7 +16,12 @@ from polyjax.io.safetensors import Entry, SafetensorsReader, read_header
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 # Where checkpoints of models with images or sound keep their language model.
-_TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+    ("lm_head.", "lm_head."),
+)
 
 
 def open_directory(path: Path, name: str | None = None) -> ModelFiles:
@@ -128,9 +131,10 @@ def open_tensors(path: Path, config: Mapping[str, Any], is_nested: bool = False)
         raise ModelError(str(path), [_no_weights(path)])
     if problems:
         raise ModelError(str(path), problems)
-    reader: TensorReader = SafetensorsReader(entries)
-    if is_nested:
-        reader = _TextTensors(reader)
+    names = _text_names(entries) if is_nested else {name: name for name in entries}
+    hidden = _prediction_layers(config)
+    names = {name: stored for name, stored in names.items() if not name.startswith(hidden)}
+    reader: TensorReader = SafetensorsReader({name: entries[names[name]] for name in names})
     quantization = config.get("quantization_config") or {}
     if quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size"):
         reader = BlockScaledReader(reader, tuple(quantization["weight_block_size"]))
@@ -173,35 +177,23 @@ def _sharded_entries(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, En
     return entries, problems
 
 
-class _TextTensors:
-    """The language model's tensors of a checkpoint that holds more, under their plain names."""
+def _text_names(stored: Iterable[str]) -> dict[str, str]:
+    """Returns plain name -> stored name of the language model's tensors in a checkpoint of more."""
+    names: dict[str, str] = {}
+    for full in stored:
+        for prefix, plain in _TEXT_PREFIXES:
+            if full.startswith(prefix):
+                names[plain + full.removeprefix(prefix)] = full
+                break
+    return names
 
-    def __init__(self, reader: TensorReader):
-        self._reader = reader
-        self._names: dict[str, str] = {}
-        for full in reader.names():
-            for prefix in _TEXT_PREFIXES:
-                if full.startswith(prefix):
-                    rest = full.removeprefix(prefix)
-                    self._names[f"model.{rest}" if "model." in prefix else rest] = full
-                    break
-            else:
-                if full.startswith(
-                    ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
-                ):
-                    self._names[full] = full
 
-    def names(self) -> Sequence[str]:
-        return tuple(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(self._names[name])
-
-    def dtype(self, name: str) -> np.dtype:
-        return self._reader.dtype(self._names[name])
-
-    def read(self, name: str) -> np.ndarray:
-        return self._reader.read(self._names[name])
+def _prediction_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prefixes of DeepSeek's layers that predict further tokens: training aids, not the model."""
+    layers, extra = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not isinstance(layers, int) or not isinstance(extra, int):
+        return ()
+    return tuple(f"model.layers.{layers + i}." for i in range(extra))
 
 
 # Hub

@@ -47,6 +47,37 @@ class Golden:
         return self.tokens[row, : self.lens[row]].tolist()
 
 
+@dataclasses.dataclass(frozen=True)
+class RealGolden:
+    """Expectations of a real model, whose weights are not here; rows are independent prompts.
+
+    `tokens`, `prompt_lens`, `lens` and `margins` as in `Golden`. Of each prompt's last position:
+    `top_ids` and `top_logits` [rows, 64], largest first, `logit_means` and `logit_stds` [rows] over
+    the whole vocabulary.
+    """
+
+    tokens: np.ndarray
+    prompt_lens: np.ndarray
+    lens: np.ndarray
+    margins: np.ndarray
+    top_ids: np.ndarray
+    top_logits: np.ndarray
+    logit_means: np.ndarray
+    logit_stds: np.ndarray
+
+    def prompt(self, row: int) -> list[int]:
+        return self.tokens[row, : self.prompt_lens[row]].tolist()
+
+    def continuation(self, row: int) -> list[int]:
+        return self.tokens[row, self.prompt_lens[row] : self.lens[row]].tolist()
+
+
+def real_golden(model: str) -> RealGolden:
+    """Returns the golden of "smollm2" (the default model) or "gemma3" ("gemma-3-270m")."""
+    with np.load(ROOT / "real" / f"{model}.npz") as data:
+        return RealGolden(**{key: data[key] for key in data.files})
+
+
 def golden(family: str, case: str) -> Golden:
     """Returns one golden. Raises FileNotFoundError if there is none of that name."""
     path = ROOT / family / case

@@ -12,6 +12,12 @@ import transformers
 
 from tests.goldens.cases import BASE
 
+# The plainest code paths: they run in float64 too.
+FLOAT32 = {
+    "dtype": torch.float32,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|turn|>", "<|pad|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|turn|>{{ message['role'] }}\n"
@@ -28,8 +34,7 @@ def build(case, seed):
     that leaves them out.
     """
     config = getattr(transformers, case.config_class)(**{**BASE, **case.changes})
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, **FLOAT32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *_float_buffers(model)]:
@@ -57,13 +62,17 @@ def _random(name, value, generator, case):
 
 def write(case, model, path: Path, fp8_tensors):
     """Writes a whole model directory as `case.store` says."""
-    stored = model.to(getattr(torch, case.dtype))
-    stored.save_pretrained(path, max_shard_size="40KB" if case.store == "sharded" else "1GB")
+    model.to(getattr(torch, case.dtype)).save_pretrained(
+        path, max_shard_size="40KB" if case.store == "sharded" else "1GB"
+    )
     model.float()
-    if case.store == "legacy":
-        _make_config_legacy(path / "config.json")
-    if case.store == "fp8":
-        _overlay_fp8(path, fp8_tensors)
+    rewrite = {"legacy": _make_legacy, "nested": _make_nested, "fp8": _make_fp8}.get(case.store)
+    if rewrite:
+        config = json.loads((path / "config.json").read_text())
+        tensors = safetensors.torch.load_file(path / "model.safetensors")
+        config, tensors = rewrite(case, config, {**tensors, **fp8_tensors})
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(path / "tokenizer.json"), pretty=False)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -95,16 +104,70 @@ def _byte_alphabet():
     return [chr(byte) if byte in plain else chr(next(moved)) for byte in range(256)]
 
 
-def _make_config_legacy(path: Path):
-    """Rewrites config.json with the keys that transformers 4 wrote; most checkpoints have these."""
-    config = json.loads(path.read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+def _make_legacy(case, config, tensors):
+    """config.json with the keys of transformers 4 and of the models' authors, as on most hubs."""
     config["torch_dtype"] = config.pop("dtype")
-    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
-        del config["head_dim"]
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    rope = config.pop("rope_parameters")
+    if case.family == "gemma3":
+        config["rope_theta"] = rope["full_attention"]["rope_theta"]
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["rope_scaling"] = None
+        del config["layer_types"], config["_sliding_window_pattern"]
+        config["sliding_window_pattern"] = 2  # every second layer is global
+        return config, tensors
+    config["rope_theta"] = rope.pop("rope_theta")
+    partial = rope.pop("partial_rotary_factor", None)
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    config.pop("layer_types", None)  # follows from max_window_layers
+    if case.family == "llama":
+        del config["head_dim"]  # follows from hidden_size
+    if case.family == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    if case.family == "kimi_k2":
+        _make_deepseek_legacy(config)
+    if case.family == "minimax_m2":
+        config["rotary_dim"] = round(partial * config["head_dim"])
+        config |= {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+        config |= {"qk_norm_type": "per_layer", "shared_intermediate_size": 0}
+        config["attn_type_list"] = [1] * config["num_hidden_layers"]
+    return config, tensors
+
+
+def _make_deepseek_legacy(config):
+    config["model_type"] = "kimi_k2"
+    config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    for derived in ("qk_head_dim", "head_dim", "rope_interleave"):
+        del config[derived]
+
+
+def _make_nested(case, config, tensors):
+    """The directory of a model that also sees: nested config, prefixed names, other tensors."""
+    text = {**config, "model_type": "kimi_k2"}
+    outer = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": text.pop("dtype"),
+        "text_config": text,
+        "vision_config": {"hidden_size": 8, "num_hidden_layers": 1},
+    }
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(8, 3, 2, 2)
+    return outer, tensors
+
+
+def _make_fp8(case, config, tensors):
+    """Block-scaled weights and one layer that predicts a further token, as DeepSeek has it."""
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(FP8_BLOCK),
+    }
+    hidden, extra = config["hidden_size"], config["num_hidden_layers"]
+    tensors[f"model.layers.{extra}.enorm.weight"] = torch.ones(hidden)
+    tensors[f"model.layers.{extra}.eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+    return config, tensors
 
 
 def with_fp8_weights(model):
@@ -119,25 +182,8 @@ def with_fp8_weights(model):
             stored[name], stored[f"{name}_scale_inv"] = weight, scales
             tensors[name] = from_fp8(weight, scales)
         safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-        rounded = transformers.AutoModelForCausalLM.from_pretrained(
-            scratch, dtype=torch.float32, attn_implementation="eager"
-        )
+        rounded = transformers.AutoModelForCausalLM.from_pretrained(scratch, **FLOAT32)
     return rounded.eval(), stored
-
-
-def _overlay_fp8(path: Path, stored):
-    """Puts float8 weights and their scales into a saved directory."""
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
-    tensors.update(stored)
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(FP8_BLOCK),
-    }
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def is_quantized(name):

@@ -67,8 +67,8 @@ def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float], np.n
     inputs = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(GREEDY_TOKENS):
-            out = model(inputs, past_key_values=cache, use_cache=True)
-            cache, last = out.past_key_values, out.logits[0, -1].numpy()
+            out = model(inputs, cache=cache, use_cache=True)
+            cache, last = out.cache, out.logits[0, -1].numpy()
             first = last if first is None else first
             second, best = np.partition(last, -2)[-2:]
             margins.append(float(best - second))
