@@ -93,7 +93,7 @@ class HfConfig:
         return value
 
     def rope_parameters(self, layer_type: str | None = None) -> Mapping[str, Any]:
-        """`rope_parameters`, of one layer type if nested; older spellings are brought to that form."""
+        """`rope_parameters`, of one layer type if nested; older spellings become that form."""
         parameters = dict(self.get("rope_parameters", self.get("rope_scaling", {})))
         if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
             parameters = dict(parameters[layer_type])

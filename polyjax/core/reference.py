@@ -56,9 +56,10 @@ def rope(_ops: Any, x: jax.Array, cos_sin: jax.Array) -> jax.Array:
 def kv_write(_ops: Any, kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes k, v [M,K,H] at flat slots [M] of kv [P,2,K,Z,H]; in place if kv is donated."""
     page_size = kv.shape[3]
-    page, offset = slots // page_size, slots % page_size
-    kv = kv.at[page, 0, :, offset].set(k.astype(kv.dtype))
-    return kv.at[page, 1, :, offset].set(v.astype(kv.dtype))
+    new = jnp.stack([k, v], axis=1).astype(kv.dtype)
+    kv = kv.at[slots // page_size, :, :, slots % page_size].set(new, mode="promise_in_bounds")
+    # Without the barrier XLA on CPU reads the pool in the fusion that writes, and so copies it.
+    return jax.lax.optimization_barrier(kv)
 
 
 def norm_qkv_rope_write(
@@ -120,35 +121,52 @@ def paged_attention(
     """
     batch, tokens, heads, head_dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
-    pages = page_table.shape[1]
-    gathered = jnp.take(kv, page_table, axis=0, mode="clip")  # [B,C,2,K,Z,H]
-    gathered = gathered.transpose(2, 0, 3, 1, 4, 5).reshape(
-        2, batch, kv_heads, pages * page_size, head_dim
-    )
-    qg = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgh,bksh->bkgts", qg, gathered[0], preferred_element_type=f32) * scale
+    keys, values = gathered_pages(kv, page_table, 0), gathered_pages(kv, page_table, 1)
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bksh->bktgs", grouped, keys, preferred_element_type=f32) * scale
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    first = jnp.zeros_like(context_lens) if first_pages is None else first_pages
-    key_position = first[:, None] * page_size + jnp.arange(pages * page_size)[None, :]
-    query_position = (context_lens - query_lens)[:, None] + jnp.arange(tokens)[None, :]
-    live = jnp.arange(tokens)[None, :] < query_lens[:, None]
-    mask = (key_position[:, None, :] <= query_position[:, :, None]) & live[:, :, None]
-    if window:
-        mask &= key_position[:, None, :] > query_position[:, :, None] - window
-    mask = mask[:, None, None]
-    scores = jnp.where(mask, scores, -jnp.inf)
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    first = 0 if first_pages is None else first_pages[:, None] * page_size
+    slot_positions = first + jnp.arange(keys.shape[2])[None, :]
+    mask = causal_mask(slot_positions, context_lens, query_lens, tokens, window)
+    weights = masked_softmax(scores, mask[:, None, :, None, :])
     # Unowned slots may hold anything, NaN included, and 0 * NaN is NaN: mask the values too.
-    seen = jnp.any(mask[:, 0, 0], axis=1)[:, None, :, None]
-    values = jnp.where(seen, gathered[1], 0)
+    values = jnp.where(jnp.any(mask, axis=1)[:, None, :, None], values, 0)
     out = jnp.einsum(
-        "bkgts,bksh->btkgh", weights.astype(values.dtype), values, preferred_element_type=f32
+        "bktgs,bksh->btkgh", weights.astype(kv.dtype), values, preferred_element_type=f32
     )
     return out.reshape(batch, tokens, heads, head_dim).astype(q.dtype)
+
+
+def gathered_pages(kv: jax.Array, page_table: jax.Array, plane: int) -> jax.Array:
+    """One plane of every row's pages: kv [P,planes,K,Z,H], page_table [B,C] -> [B,K,C*Z,H]."""
+    pages = kv.at[page_table, plane].get(mode="clip")  # [B,C,K,Z,H]
+    batch, _, kv_heads, _, head_dim = pages.shape
+    return pages.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+
+
+def causal_mask(
+    slot_positions: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    tokens: int,
+    window: int = 0,
+) -> jax.Array:
+    """slot_positions [B|1,S] -> [B,T,S] bool: whether new token t of row b sees slot s."""
+    offsets = jnp.arange(tokens)[None, :, None]
+    positions = (context_lens - query_lens)[:, None, None] + offsets
+    live = offsets < query_lens[:, None, None]
+    mask = (slot_positions[:, None, :] <= positions) & live
+    return mask & (slot_positions[:, None, :] > positions - window) if window else mask
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last axis where `mask`; a row that sees nothing gives 0."""
+    scores = jnp.where(mask, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0.0, 1.0, total)
 
 
 _ACTIVATIONS = {
