@@ -42,7 +42,7 @@ class BatchPacker:
         self.num_groups = num_groups
         self.sink_slot = num_slots
         self._tables: Int32Array = np.zeros((num_groups, num_slots + 1, max_pages), np.int32)
-        self._used = np.zeros((num_groups, num_slots + 1), np.int32)
+        self._used = [[0] * (num_slots + 1) for _ in range(num_groups)]  # columns not 0
         self._first: Int32Array = np.zeros((num_groups, num_slots + 1), np.int32)
         self._floats: Int32Array = np.zeros((num_slots + 1, len(SAMPLING_FLOATS)), np.int32)
         self._ints: Int32Array = np.zeros((num_slots + 1, len(SAMPLING_INTS)), np.int32)
@@ -99,11 +99,13 @@ class BatchPacker:
         slot, pages = sequence.slot, sequence.pages
         for group, table in enumerate(pages.tables):
             synced, length = pages.synced[group], len(table)
-            row = self._tables[group, slot]
+            row, used = self._tables[group, slot], self._used[group]
             row[synced:length] = table[synced:]
-            row[length : self._used[group, slot]] = 0
-            self._used[group, slot] = length
-            self._first[group, slot] = pages.first[group]
+            if used[slot] > length:
+                row[length : used[slot]] = 0
+            used[slot] = length
+            if not synced:  # admitted, or the window has moved
+                self._first[group, slot] = pages.first[group]
             pages.synced[group] = length
 
     def _set_sampling(self, sequence: Sequence) -> None:

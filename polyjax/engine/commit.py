@@ -27,35 +27,37 @@ class Committer:
         outputs: list[RequestOutput] = []
         finished, epoch = SequenceStatus.FINISHED, self._epoch
         all_logprobs = result.logprobs
-        for row, (sequence, token) in enumerate(zip(launch.sequences, result.tokens, strict=False)):
+        generated = 0
+        rows = zip(launch.sequences, result.tokens, launch.samples, strict=False)
+        for row, (sequence, token, samples) in enumerate(rows):
             if sequence.status is finished:
                 continue  # it ended while this row was in flight
-            if launch.samples[row]:
+            if samples:
+                generated += 1
                 known = sequence.token_ids
                 known.append(token)
-                # Most tokens are only passed on.
                 if (
                     len(known) < sequence.event_total
-                    and all_logprobs is None
                     and token not in sequence.stop_ids
-                ):
-                    output = RequestOutput(sequence.request.id, [token], epoch=epoch)
+                    and all_logprobs is None
+                ):  # most tokens are only passed on; positional arguments, because they are faster
+                    output = RequestOutput(sequence.id, [token], None, None, None, None, 0, epoch)
                 else:
                     logprobs = all_logprobs[row] if all_logprobs is not None else None
                     output = self._commit_token(sequence, token, logprobs)
-                self._counters.generation_tokens += 1
             elif launch.starts[row] + launch.num_tokens[row] >= sequence.max_total:
                 output = self._commit_prompt(sequence)
             else:
                 continue
             outputs.append(output)
+        self._counters.generation_tokens += generated
         return outputs
 
     def _commit_token(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
     ) -> RequestOutput:
         """The output for a token just appended, whatever it means for its sequence."""
-        output = RequestOutput(sequence.request.id, [token], epoch=self._epoch)
+        output = RequestOutput(sequence.id, [token], epoch=self._epoch)
         known = len(sequence.token_ids)
         if logprobs is not None and sequence.params.logprobs is not None:
             output.logprobs = [logprobs]
@@ -76,7 +78,7 @@ class Committer:
 
     def _commit_prompt(self, sequence: Sequence) -> RequestOutput:
         """The output of a request with max_tokens 0, whose prompt is computed."""
-        output = RequestOutput(sequence.request.id, [], FinishReason.LENGTH, epoch=self._epoch)
+        output = RequestOutput(sequence.id, [], FinishReason.LENGTH, epoch=self._epoch)
         self._report_prompt(sequence, output)
         self._finish(sequence)
         return output

@@ -235,7 +235,7 @@ class PageAllocator:
             pages.first[group] = first
             pages.synced[group] = 0
         pages.num_registered = hit_pages
-        self._update_end(pages)
+        pages.end_tokens = self.page_size * min(last for _, _, last in plans)
         return True
 
     def extend(self, pages: SequencePages, start: int, end: int) -> bool:
@@ -244,20 +244,18 @@ class PageAllocator:
         Pages wholly before the window of position `start` are given back in either case.
         """
         last = -(-end // self.page_size)
+        needs = []
         for group, pool in enumerate(self.pools):
             if pool.window:
                 self._slide(pages, group, pool, self._first_page(pool, start))
-        needs = [
-            last - first - len(table)
-            for first, table in zip(pages.first, pages.tables, strict=True)
-        ]
+            needs.append(last - pages.first[group] - len(pages.tables[group]))
         for pool, need in zip(self.pools, needs, strict=True):
             if need > pool.num_available:
                 return False
         for pool, table, need in zip(self.pools, pages.tables, needs, strict=True):
             for _ in range(need):
                 table.append(pool.take())
-        self._update_end(pages)
+        pages.end_tokens = max(pages.end_tokens, last * self.page_size)
         return True
 
     def register(
@@ -312,11 +310,6 @@ class PageAllocator:
         del pages.tables[group][:drop]
         pages.first[group] += drop
         pages.synced[group] = 0
-
-    def _update_end(self, pages: SequencePages) -> None:
-        pages.end_tokens = self.page_size * min(
-            first + len(table) for first, table in zip(pages.first, pages.tables, strict=True)
-        )
 
     def _extend_digests(
         self, pages: SequencePages, token_ids: list[int], salt: str, count: int

@@ -27,7 +27,7 @@ class Roster:
         self.suspect: Sequence | None = None
 
     def enqueue(self, sequence: Sequence) -> None:
-        self.by_id[sequence.request.id] = sequence
+        self.by_id[sequence.id] = sequence
         insort(self.waiting, sequence, key=_by_key)
 
     def start_first(self, computed: int) -> None:
@@ -68,7 +68,7 @@ class Roster:
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        del self.by_id[sequence.request.id]
+        del self.by_id[sequence.id]
 
     def register(self, sequence: Sequence) -> None:
         """Offers the full pages of a sequence, if it runs, to the prefix cache."""

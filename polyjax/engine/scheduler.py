@@ -196,7 +196,7 @@ class Scheduler:
         for sequence in list(self._roster.waiting):
             if sequence.failed_steps >= MAX_FAILED_STEPS:
                 self._roster.finish(sequence)
-                output = RequestOutput(sequence.request.id, [], FinishReason.ERROR, error=error)
+                output = RequestOutput(sequence.id, [], FinishReason.ERROR, error=error)
                 outputs.append(output)
         return outputs
 
@@ -207,18 +207,15 @@ class Scheduler:
         sequences: list[Sequence] = []
         starts: list[int] = []
         prefilling: list[Sequence] = []
-        running = self._roster.running
-        index = 0
-        while index < len(running):  # preemption shortens it from the end
-            sequence = running[index]
-            index += 1
+        # Preemption shortens the list from its end while this loop goes over it.
+        for index, sequence in enumerate(self._roster.running):
             start = sequence.num_computed
             total = sequence.num_total
             if start + 1 == total < sequence.max_total:
                 if len(sequences) == budget:
                     continue
                 if start >= sequence.pages.end_tokens and not self._extend(
-                    sequence, start, total, first_victim=index
+                    sequence, start, total, first_victim=index + 1
                 ):
                     continue
                 sequences.append(sequence)

@@ -45,6 +45,7 @@ class Sequence:
         "failed_steps",
         "finished_s",
         "first_token_s",
+        "id",
         "key",
         "max_total",
         "min_total",
@@ -75,6 +76,7 @@ class Sequence:
     ):
         params = request.params
         self.request = request
+        self.id = request.id
         self.params: SamplingParams = params
         self.key: SortKey = (request.priority, request.arrival_s, number)
         self.status = SequenceStatus.WAITING
@@ -102,7 +104,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request.id!r}, {self.status.value}, slot={self.slot}, "
+            f"Sequence({self.id!r}, {self.status.value}, slot={self.slot}, "
             f"computed={self.num_computed}, known={len(self.token_ids)}, total={self.num_total})"
         )
 

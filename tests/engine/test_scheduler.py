@@ -320,8 +320,9 @@ def test_everybody_gets_what_they_get_alone(
 # -- pages run out ---------------------------------------------------------------------------------
 
 
-def test_preempted_sequences_resume_and_lose_nothing() -> None:
-    serving = Serving(num_pages=23)  # twenty usable pages of four tokens
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_preempted_sequences_resume_and_lose_nothing(depth: int) -> None:
+    serving = Serving(num_pages=23, depth=depth)  # twenty usable pages of four tokens
     asked = [
         request(f"r{i}", range(i + 1, i + 9), max_tokens=50, ignore_eos=True) for i in range(6)
     ]
@@ -342,26 +343,33 @@ def test_the_victim_is_the_last_of_the_lowest_priority() -> None:
         serving.scheduler.add(dataclasses.replace(one, arrival_s=1.0 if one is last else 0.0))
     preempted = []
     while serving.scheduler.has_work:
-        before = {s.request.id for s in serving.running}
+        before = {s.id for s in serving.running}
         serving.step()
-        waiting = {s.request.id for s in serving.waiting}
+        waiting = {s.id for s in serving.waiting}
         preempted += sorted(before & waiting)
     assert preempted[0] == "last"
     assert "important" not in preempted
     assert serving.ended_at["important"] < serving.ended_at["first"] < serving.ended_at["last"]
 
 
-def test_a_stalled_prompt_holds_back_admission_until_it_gets_window_pages() -> None:
-    groups = (window_group(16),)
-    serving = Serving(
-        groups, num_pages=18, num_slots=4, max_model_len=120, max_num_batched_tokens=16
-    )
+def test_nobody_is_admitted_while_a_prompt_waits_for_window_pages() -> None:
+    serving = Serving((window_group(16),), num_pages=18, num_slots=8, max_num_batched_tokens=24)
     asked = [
-        request("short0", range(1, 17), max_tokens=20, ignore_eos=True),
+        request("early", range(1, 17), max_tokens=40, ignore_eos=True),
         request("long", [1, 2, 3] * 30, max_tokens=2, ignore_eos=True),
-        *[request(f"short{i}", range(i, i + 16), max_tokens=20, ignore_eos=True) for i in (1, 2)],
+        request("late", range(2, 18), max_tokens=40, ignore_eos=True),
+        *[request(f"tiny{i}", [i + 5], max_tokens=20, ignore_eos=True) for i in range(4)],
     ]
-    serving.serve(*asked)
+    for one in asked:
+        serving.scheduler.add(one)
+    stalled = 0
+    while serving.scheduler.has_work:
+        step = serving.step()
+        long = [s for s in serving.running if s.id == "long" and s.num_computed < 90]
+        if step and long and not any(long[0] in launch.sequences for launch in step.launches):
+            stalled += 1
+            assert not step.admitted
+    assert stalled
     for one in asked:
         assert serving.tokens(one.id) == serving.alone(one)
 
@@ -395,8 +403,8 @@ def test_a_prompt_of_30000_tokens_does_not_starve_decodes() -> None:
     while "long" not in serving.ended_at:
         step = serving.step()
         assert step is not None
-        if any(s.request.id == "long" for launch in step.launches for s in launch.sequences):
-            decoded = {s.request.id for launch in step.launches for s in launch.sequences}
+        if any(s.id == "long" for launch in step.launches for s in launch.sequences):
+            decoded = {s.id for launch in step.launches for s in launch.sequences}
             assert decoded == {"t0", "t1", "t2", "long"}
     # Little of the budget is lost: 1021 tokens are left of it beside three decodes.
     assert len(serving.steps) < 2 + 30000 / 1000 + 5
@@ -484,7 +492,7 @@ def test_abort_frees_slot_and_pages_for_the_next_step() -> None:
     assert serving.allocator.usage == 0.0
     step = serving.step()
     assert step is not None
-    assert [s.request.id for s in step.admitted] == ["b"]
+    assert [s.id for s in step.admitted] == ["b"]
     serving.finish()
     assert serving.reason("a") is None, "nothing is reported of an aborted request"
     assert len(serving.tokens("b")) == 2
@@ -640,7 +648,7 @@ def test_the_request_to_blame_for_failing_steps_ends_and_no_other() -> None:
     failures = 0
     while serving.scheduler.has_work:
         step = serving.step()
-        if step and any(s.request.id == "r3" for launch in step.launches for s in launch.sequences):
+        if step and any(s.id == "r3" for launch in step.launches for s in launch.sequences):
             serving.keep(serving.fail())
             failures += 1
     assert failures == 2
