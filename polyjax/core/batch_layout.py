@@ -88,6 +88,18 @@ class BatchLayout:
         """Length of the flat array."""
         return sum(math.prod(shape) for shape in self.shapes)
 
+    def split_rows(self, rows: Any) -> PackedBatch:
+        """The fields of the leading `sampler_size` entries; the remaining fields are None."""
+        fields: list[Any] = [None] * len(PackedBatch._fields)
+        offset = 0
+        for index, shape in enumerate(self.shapes):
+            end = offset + math.prod(shape)
+            if end > self.sampler_size:
+                break
+            fields[index] = rows[offset:end].reshape(shape)
+            offset = end
+        return PackedBatch(*fields)
+
     def split(self, flat: Any) -> PackedBatch:
         """The fields of a flat array [size]: views of a numpy array, slices of a traced one."""
         fields = []

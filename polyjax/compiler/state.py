@@ -1,0 +1,164 @@
+"""What lives on the devices across steps, and its ABI: the hash by which programs fit or do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import models
+from polyjax.compiler.sampling import SamplingState
+from polyjax.core.errors import StateABIError
+from polyjax.core.mesh import MeshPlan, Placement
+from polyjax.core.model import KVGroup, ModelConfig
+
+MAX_LOGIT_BIAS = 300  # entries a request may have; the limit of OpenAI's API
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """What determines the state's shapes. `num_pages` per KV group, sink and scratch included.
+
+    The per-slot arrays have `num_slots` + 1 rows; the last is the sink of inactive rows.
+    """
+
+    config: ModelConfig
+    dtype: str
+    page_size: int
+    num_pages: tuple[int, ...]
+    num_slots: int
+    scratch_pages: int
+
+    @property
+    def mask_words(self) -> int:
+        """int32 words of a mask over the vocabulary."""
+        return -(-self.config.vocab_size // 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateAvals:
+    """Shapes, dtypes and shardings of the state, as jax.ShapeDtypeStruct.
+
+    params: the flat tuple of parameters, `param_names` in the same order. kv: a pool per layer.
+    last_tokens [S] int32. sampling: what the full sampler keeps.
+    """
+
+    params: tuple[jax.ShapeDtypeStruct, ...]
+    param_names: tuple[str, ...]
+    kv: tuple[jax.ShapeDtypeStruct, ...]
+    last_tokens: jax.ShapeDtypeStruct
+    sampling: SamplingState
+
+
+@functools.cache
+def abstract_model(spec: StateSpec, place: Placement) -> models.AbstractModel:
+    """The model of `spec` without its arrays; found once, it takes a second for a large model."""
+    return models.abstract(spec.config, spec.dtype, place)
+
+
+@functools.cache
+def state_avals(spec: StateSpec, mesh_plan: MeshPlan, mesh: Mesh) -> StateAvals:
+    """Returns the avals of the state that `spec` describes, laid over `mesh` by `mesh_plan`."""
+
+    def aval(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        sharding = mesh_plan.sharding(mesh, axes or (None,) * len(shape))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    abstract = abstract_model(spec, Placement(mesh_plan, mesh))
+    params = tuple(
+        aval(tuple(p.shape), p.dtype or spec.dtype, *p.axes) for p in abstract.specs.values()
+    )
+    groups = layer_groups(spec.config)
+    kv = tuple(
+        aval(
+            (spec.num_pages[index], *group.page_shape(spec.page_size)),
+            spec.dtype,
+            *KVGroup.axes,
+        )
+        for index, group in groups
+    )
+    rows, vocab = spec.num_slots + 1, spec.config.vocab_size
+    sampling = SamplingState(
+        output_counts=aval((rows, vocab), "int32"),
+        prompt_seen=aval((rows, vocab), "bool"),
+        bias_ids=aval((rows, MAX_LOGIT_BIAS), "int32"),
+        bias_values=aval((rows, MAX_LOGIT_BIAS), "float32"),
+    )
+    last_tokens = aval((rows,), "int32")
+    return StateAvals(params, tuple(abstract.specs), kv, last_tokens, sampling)
+
+
+def layer_groups(config: ModelConfig) -> list[tuple[int, KVGroup]]:
+    """Per layer, in order: the index of its KV group and the group."""
+    of_layer = {
+        layer: (index, group)
+        for index, group in enumerate(config.kv_groups())
+        for layer in group.layers
+    }
+    return [of_layer[layer] for layer in sorted(of_layer)]
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: str) -> list[int]:
+    """Bytes of one page of each KV group, over all of its layers."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return [
+        len(group.layers) * math.prod(group.page_shape(page_size)) * itemsize
+        for group in config.kv_groups()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateABI:
+    """One line for each array of state a program takes: its name, and what `abi_line` says of it."""
+
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        """Returns 16 hex digits; equal ABIs have equal digests."""
+        return hashlib.sha256(repr(self.lines).encode()).hexdigest()[:16]
+
+    def check(self, program: StateABI) -> None:
+        """Raises StateABIError spelling out where `program` expects another state than this one."""
+        if differences := differing_lines(dict(self.lines), dict(program.lines)):
+            raise StateABIError(differences)
+
+
+def differing_lines(engine: Mapping[str, str], program: Mapping[str, str]) -> list[str]:
+    """Returns a sentence for each line that differs."""
+    differences = []
+    for name in dict.fromkeys([*engine, *program]):
+        held, wanted = engine.get(name), program.get(name)
+        if held != wanted:
+            differences.append(
+                f"{name}: the engine holds {held or 'no such array'}, "
+                f"the program takes {wanted or 'no such array'}"
+            )
+    return differences
+
+
+def abi_line(aval: Any, sharding: Any, layout: Any, donated: bool) -> str:
+    """The ABI line of one array, e.g. `float32[64,2,4,16,8] P(None, 'model') layout=01234 donated`.
+
+    Shardings are compared by spec and mesh shape, so that they read well; device order is the
+    mesh's.
+    """
+    shape = ",".join(map(str, aval.shape))
+    spec = getattr(sharding, "spec", None)
+    axes = [] if spec is None else list(spec)
+    while axes and axes[-1] is None:  # P('model') and P('model', None) are the same
+        axes.pop()
+    mesh = getattr(sharding, "mesh", None)
+    placed = f"P({', '.join(map(repr, axes))})" if axes else "replicated"
+    over = "" if mesh is None or mesh.size == 1 else f" over {mesh.size} devices"
+    order = getattr(layout, "major_to_minor", None)
+    order = tuple(range(len(aval.shape))) if order is None else tuple(order)
+    text = f"{jnp.dtype(aval.dtype).name}[{shape}] {placed}{over} layout={order}"
+    return f"{text} {'donated' if donated else 'kept'}"

@@ -1,0 +1,295 @@
+"""From an EngineConfig to everything an engine consists of: model, limits, state, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import models
+from pallas_kernels import CATALOGUE
+from polyjax.compiler.buckets import (
+    ACCELERATOR_POLICY,
+    CPU_POLICY,
+    LadderLimits,
+    derive_ladder,
+)
+from polyjax.compiler.cache import ProgramCache, default_cache_dir
+from polyjax.compiler.choose import default_choices, load_tables
+from polyjax.compiler.program import (
+    ProgramKey,
+    ProgramRequest,
+    StepProgram,
+    abstract_call,
+    compile_program,
+    expected_abi,
+    program_keys,
+)
+from polyjax.compiler.state import StateSpec
+from polyjax.core.buckets import BucketLadder
+from polyjax.core.chips import chip
+from polyjax.core.errors import ConfigError, ModelError
+from polyjax.core.mesh import MeshPlan, Placement
+from polyjax.core.model import ModelConfig
+from polyjax.core.op import Choice
+from polyjax.core.plan import Plan
+from polyjax.engine.memory import (
+    PoolRequest,
+    activation_bytes,
+    memory_budget_bytes,
+    usable_pages,
+)
+from polyjax.engine.programs import PlanPrograms
+from polyjax.engine.step import SchedulerLimits
+from polyjax.engine.types import EngineConfig
+from polyjax.io.files import ModelFiles, Progress
+from polyjax.io.load import load_params, random_params
+
+log = logging.getLogger("polyjax.engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlatformDefaults:
+    """Limits that a flag of 0 takes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    compile_threads: int
+    warm_calls: int  # CUDA graphs are built in the second call and replayed from the third
+
+
+TABLES = Path(__file__).parents[1] / "tables"
+
+CPU_DEFAULTS = PlatformDefaults(16, 512, 16, 2, 0)
+ACCELERATOR_DEFAULTS = PlatformDefaults(256, 8192, 64, 4, 3)
+
+
+def platform_defaults(platform: str) -> PlatformDefaults:
+    return CPU_DEFAULTS if platform == "cpu" else ACCELERATOR_DEFAULTS
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """A model that can be served: its files, its family's config, the dtype it runs in."""
+
+    files: ModelFiles
+    config: ModelConfig
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def open_served_model(config: EngineConfig, files: ModelFiles, platform: str) -> OpenedModel:
+    """Raises ModelError for an architecture or config polyjax cannot serve."""
+    architectures = files.config.get("architectures") or []
+    if not architectures:
+        raise ModelError(str(files.path), ["config.json names no architectures"])
+    model = models.family(architectures[0]).Config.from_hf(files.config)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else getattr(model, "dtype", "bfloat16")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype={dtype}: must be auto, float32, bfloat16 or float16")
+    return OpenedModel(files, model, dtype, files.eos_token_ids or model.eos_token_ids)
+
+
+def load_weights(
+    config: EngineConfig, model: OpenedModel, mesh: Mesh, mesh_plan: MeshPlan, progress: Progress
+) -> tuple[jax.Array, ...]:
+    """Returns the flat tuple of parameters; random ones with --load_format=dummy."""
+    abstract = models.abstract(model.config, model.dtype, Placement(mesh_plan, mesh))
+    if config.load_format == "dummy":
+        params = random_params(
+            abstract.specs, seed=config.seed, dtype=model.dtype, mesh=mesh, plan=mesh_plan
+        )
+    else:
+        params = load_params(
+            abstract.specs,
+            model.files.tensors,
+            dtype=model.dtype,
+            mesh=mesh,
+            plan=mesh_plan,
+            where=str(model.files.path),
+            progress=progress,
+        )
+    return tuple(params.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """The numbers everything else follows from."""
+
+    spec: StateSpec
+    limits: SchedulerLimits
+    usable_pages: tuple[int, ...]
+
+
+def size_engine(
+    config: EngineConfig, model: OpenedModel, mesh_plan: MeshPlan, device: Any
+) -> Sizing:
+    """Resolves limits against the model and the memory that is left.
+
+    Raises ConfigError naming the number to change where they cannot hold together.
+    """
+    defaults = platform_defaults(device.platform)
+    page_size = config.block_size or defaults.block_size
+    num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, num_seqs)
+    longest = model.config.max_context_tokens
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"--max_model_len={config.max_model_len}: the model was made for {longest} tokens"
+        )
+    wanted = config.max_model_len or longest
+    scratch = num_seqs + 32  # a row of a gate's step writes to a page of its own
+    request = PoolRequest(
+        model.config, model.dtype, page_size, num_seqs, wanted, batched, scratch, mesh_plan.model
+    )
+    if config.num_kv_pages:
+        pages = [config.num_kv_pages] * len(model.config.kv_groups())
+    else:
+        budget = memory_budget_bytes(device, config.gpu_memory_utilization)
+        pages = usable_pages(request, budget - _step_bytes(request, device))
+    whole = [n for n, g in zip(pages, model.config.kv_groups(), strict=True) if not g.window]
+    holds = min(whole, default=-(-wanted // page_size)) * page_size
+    if config.max_model_len > holds:
+        raise ConfigError(
+            f"--max_model_len={config.max_model_len} needs {-(-config.max_model_len // page_size)} "
+            f"KV pages and there is room for {holds // page_size}: lower --max_model_len, or raise "
+            "--gpu_memory_utilization or --num_kv_pages"
+        )
+    limits = SchedulerLimits(num_seqs, batched, min(wanted, holds), config.max_queued_requests)
+    total = tuple(n + 1 + scratch for n in pages)
+    spec = StateSpec(model.config, model.dtype, page_size, total, num_seqs, scratch)
+    return Sizing(spec, limits, tuple(pages))
+
+
+def _step_bytes(request: PoolRequest, device: Any) -> int:
+    return 0 if device.platform == "cpu" else activation_bytes(request)
+
+
+# -- the plan --------------------------------------------------------------------------------
+
+
+def initial_plan(config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, device: Any) -> Plan:
+    """The plan that --plan names: "default", "reference" or a JSON file.
+
+    Raises ConfigError for a file that is no plan or whose mesh is not the flags'.
+    """
+    if config.plan == "reference":
+        return Plan(mesh=mesh_plan)
+    if config.plan != "default":
+        return read_plan(Path(config.plan), mesh_plan)
+    if not any(kernel.platform == device.platform for kernel in CATALOGUE.values()):
+        return Plan(mesh=mesh_plan)
+    spec = sizing.spec
+    mesh = mesh_plan.mesh()
+    base = Plan(mesh=mesh_plan)
+    keys = program_keys(engine_ladder(config, sizing, base, device), fused_gumbel=True)
+    traced = [abstract_call(ProgramRequest(spec, base, key), mesh) for key in keys]
+    table = tuning_table(config, device.device_kind)
+    choices = default_choices(traced, CATALOGUE, chip(device.device_kind), table)
+    return dataclasses.replace(base, choices=choices)
+
+
+def tuning_table(config: EngineConfig, device_kind: str) -> dict[str, Choice]:
+    """The measured choices that --tables names: "auto" for those shipped, "none", or a folder."""
+    if config.tables == "none":
+        return {}
+    folder = TABLES if config.tables == "auto" else Path(config.tables)
+    return load_tables(folder, device_kind)
+
+
+def engine_ladder(config: EngineConfig, sizing: Sizing, plan: Plan, device: Any) -> BucketLadder:
+    """The plan's ladder, or one derived from the limits."""
+    if plan.ladder is not None:
+        return plan.ladder
+    limits = LadderLimits(
+        sizing.limits.max_num_seqs,
+        sizing.limits.max_num_batched_tokens,
+        sizing.limits.max_model_len,
+        sizing.spec.page_size,
+    )
+    policy = CPU_POLICY if device.platform == "cpu" else ACCELERATOR_POLICY
+    return derive_ladder(limits, policy, config.max_programs)
+
+
+def read_plan(path: Path, mesh_plan: MeshPlan) -> Plan:
+    try:
+        data: Mapping[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plan={path}: {error}") from error
+    plan = Plan.from_json({"mesh": mesh_plan.to_json(), **data})
+    if plan.mesh != mesh_plan:
+        raise ConfigError(
+            f"--plan={path} is for another mesh: {plan.mesh}, the flags say {mesh_plan}"
+        )
+    return plan
+
+
+# -- programs --------------------------------------------------------------------------------
+
+
+class ProgramSource:
+    """Gives programs: from the cache, or compiled in this process while it does not serve yet."""
+
+    def __init__(self, spec: StateSpec, mesh: Mesh, cache: ProgramCache | None):
+        self.spec = spec
+        self.mesh = mesh
+        self.cache = cache
+        self.platform = mesh.devices.flat[0].platform
+
+    def request(self, plan: Plan, key: ProgramKey) -> ProgramRequest:
+        return ProgramRequest(self.spec, plan, key)
+
+    def keys(self, ladder: BucketLadder) -> tuple[ProgramKey, ...]:
+        """On a CPU compile time decides: a noisy decode step is two programs there."""
+        return program_keys(ladder, fused_gumbel=self.platform != "cpu")
+
+    def cached(self, request: ProgramRequest) -> StepProgram | None:
+        """The program from the cache, or None. Raises StateABIError if it expects another state."""
+        program = self.cache.load(request, self.mesh) if self.cache else None
+        if program is not None:
+            expected_abi(request, self.mesh).check(program.abi)
+        return program
+
+    def obtain(self, request: ProgramRequest) -> StepProgram:
+        """The program, compiled here if no cache has it. Only for before serving."""
+        program = self.cached(request)
+        if program is not None:
+            return program
+        program = compile_program(request, self.mesh)
+        expected_abi(request, self.mesh).check(program.abi)
+        if self.cache:
+            try:
+                self.cache.store(request, self.mesh, program)
+            except OSError as error:
+                log.warning("compile cache: %s; programs will be compiled again next time", error)
+        return program
+
+    def build(self, plan: Plan, ladder: BucketLadder, progress: Progress) -> PlanPrograms:
+        """Every program of a plan. Tracing holds the interpreter, compiling does not: threads."""
+        keys = self.keys(ladder)
+        threads = platform_defaults(self.platform).compile_threads
+        programs: dict[ProgramKey, StepProgram] = {}
+        progress("compiling", 0, len(keys))
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+            requests = [self.request(plan, key) for key in keys]
+            for key, program in zip(keys, pool.map(self.obtain, requests), strict=True):
+                programs[key] = program
+                progress("compiling", len(programs), len(keys))
+        return PlanPrograms(plan, ladder, programs)
+
+
+def open_cache(config: EngineConfig) -> ProgramCache | None:
+    """The program cache: --compile_cache_dir, its default, or None for "none"."""
+    if config.compile_cache_dir == "none":
+        return None
+    return ProgramCache(config.compile_cache_dir or default_cache_dir())

@@ -1,0 +1,229 @@
+"""The engine: requests in, tokens out, one step after another. The loop is `Engine.step`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import jax
+
+from polyjax.core.errors import RequestError
+from polyjax.core.mesh import MeshPlan
+from polyjax.engine import build
+from polyjax.engine.batch import BatchPacker
+from polyjax.engine.compile_watch import CompileWatch
+from polyjax.engine.launcher import Launcher, RunningStep
+from polyjax.engine.pages import PageAllocator
+from polyjax.engine.phases import PhaseClock
+from polyjax.engine.programs import ProgramTable
+from polyjax.engine.scheduler import Scheduler
+from polyjax.engine.state import DeviceState
+from polyjax.engine.step import ScheduledStep
+from polyjax.engine.types import (
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    Request,
+    RequestOutput,
+)
+from polyjax.io.files import Progress, no_progress, open_model
+
+log = logging.getLogger("polyjax.engine")
+
+
+class Engine:
+    """Satisfies `EngineLike`. One thread calls it.
+
+    Raises ConfigError or ModelError where the config cannot be served.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress = no_progress):
+        started_s = time.monotonic()
+        self.config = config
+        mesh_plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
+        self.mesh = mesh_plan.mesh()
+        device = self.mesh.devices.flat[0]
+        files = open_model(config.model, progress)
+        model = build.open_served_model(config, files, device.platform)
+        params = build.load_weights(config, model, self.mesh, mesh_plan, progress)
+        jax.block_until_ready(params)
+        loaded_s = time.monotonic()
+
+        sizing = build.size_engine(config, model, mesh_plan, device)
+        self.spec = sizing.spec
+        self.state = DeviceState(sizing.spec, mesh_plan, self.mesh, params)
+        plan = build.initial_plan(config, sizing, mesh_plan, device)
+        ladder = build.engine_ladder(config, sizing, plan, device)
+        self.source = build.ProgramSource(sizing.spec, self.mesh, build.open_cache(config))
+        self.programs = ProgramTable(
+            self.source.build(plan, ladder, progress), config.resident_plans
+        )
+        self.scheduler = self._make_scheduler(sizing, model)
+        self.phases = PhaseClock()
+        max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
+        packer = BatchPacker(sizing.spec.num_slots, len(model.config.kv_groups()), max_pages)
+        self.launcher = Launcher(self.state, packer, self.mesh, self.phases)
+        ready_s = time.monotonic()
+        self.info = self._make_info(model, sizing, loaded_s - started_s, ready_s - loaded_s)
+        self.step_number = 0
+        self.in_flight: RunningStep | None = None
+        self._outputs: list[RequestOutput] = []
+        self._last_step_s = ready_s
+        self._iteration_tokens = 0
+        self.watch = CompileWatch()
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Launches the next step and commits the one before it while this one runs."""
+        self.phases.start_step()
+        if self.programs.apply_pending(self.step_number):
+            self.scheduler.set_ladder(self.programs.current.ladder)
+        batch = self.scheduler.next_batch()
+        self.phases.mark("schedule")
+        running = self._launch(batch) if batch else None
+        committed = self._commit(self.in_flight)
+        self.in_flight = running if committed else None
+        return self._end_step(batch)
+
+    def _launch(self, batch: ScheduledStep) -> RunningStep | None:
+        """Dispatches a step. If that fails, the step before it still counts."""
+        try:
+            return self.launcher.launch(batch, self.programs.current, self.programs.epoch)
+        except Exception as error:
+            log.exception("step %d could not be launched", self.step_number)
+            earlier, self.in_flight = self.in_flight, None
+            if self._commit(earlier):
+                self._recover(batch, error)
+            return None
+
+    def _commit(self, running: RunningStep | None) -> bool:
+        """Takes in what a step made; False if it failed, which voids the steps after it, too."""
+        if running is None:
+            return True
+        try:
+            results = self.launcher.read(running)
+        except Exception as error:
+            log.exception("a step failed on the device")
+            self._recover(running.step, error)
+            return False
+        self._outputs += self.scheduler.commit(running.step, results, running.epoch)
+        self.phases.mark("commit")
+        return True
+
+    def _recover(self, batch: ScheduledStep, error: Exception) -> None:
+        """Starts over with empty pools: requests keep their tokens and are computed again."""
+        self._outputs += self.scheduler.fail_step(batch, f"the step failed: {error}")
+        self.state.rebuild()
+        self.launcher.forget_slots()
+
+    def _end_step(self, batch: ScheduledStep | None) -> list[RequestOutput]:
+        self.phases.end_step()
+        self.step_number += 1
+        self._last_step_s = time.monotonic()
+        self._iteration_tokens = batch.num_tokens if batch else 0
+        if self.config.fail_on_recompile and (self.watch.compiles or self.watch.traces):
+            raise RuntimeError(
+                f"{self.watch.compiles} compiles and {self.watch.traces} traces after warm-up "
+                "(--fail_on_recompile)"
+            )
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self._check_token_ids(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def close(self) -> None:
+        self.in_flight = None
+
+    def _check_token_ids(self, request: Request) -> None:
+        vocab = self.spec.config.vocab_size
+        params = request.params
+        if any(not 0 <= token < vocab for token in request.prompt_token_ids):
+            raise RequestError(f"a prompt token id is outside the vocabulary of {vocab}", "prompt")
+        for token, _ in params.logit_bias:
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"logit_bias names token {token}; the vocabulary has {vocab}", "logit_bias"
+                )
+        if params.numerics not in (None, self.programs.current.plan.numerics):
+            raise RequestError(
+                f"numerics {params.numerics!r} is not what the plan in force guarantees: "
+                f"{self.programs.current.plan.numerics!r}",
+                "numerics",
+            )
+
+    # -- what it tells -----------------------------------------------------------------------
+
+    def admin(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
+        raise RequestError(f"no admin command {command!r}", status=404)
+
+    def stats(self) -> EngineStats:
+        counters = self.scheduler.counters
+        return EngineStats(
+            step=self.step_number,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            kv_usage=self.scheduler.allocator.usage,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            preemptions=counters.preemptions,
+            prefix_queries_tokens=counters.prefix_queries_tokens,
+            prefix_hits_tokens=counters.prefix_hits_tokens,
+            epoch=self.programs.epoch,
+            plan_digest=self.programs.current.plan.digest,
+            swaps=self.programs.swaps,
+            rollbacks=self.programs.rollbacks,
+            compiles_after_ready=self.watch.compiles,
+            retraces_after_ready=self.watch.traces,
+            last_step_monotonic_s=self._last_step_s,
+            iteration_tokens=self._iteration_tokens,
+            phase_us=dict(self.phases.average_us),
+        )
+
+    def _make_scheduler(self, sizing: build.Sizing, model: build.OpenedModel) -> Scheduler:
+        spec = sizing.spec
+        allocator = PageAllocator(
+            model.config.kv_groups(),
+            spec.page_size,
+            spec.num_pages,
+            spec.scratch_pages,
+            self.config.enable_prefix_caching,
+        )
+        ladder = self.programs.current.ladder
+        return Scheduler(sizing.limits, ladder, allocator, spec.num_slots, model.eos_token_ids)
+
+    def _make_info(
+        self, model: build.OpenedModel, sizing: build.Sizing, load_s: float, compile_s: float
+    ) -> EngineInfo:
+        spec, devices = sizing.spec, list(self.mesh.devices.flat)
+        kind = devices[0].device_kind
+        return EngineInfo(
+            model_name=self.config.served_model_name or model.files.name,
+            model_path=str(model.files.path),
+            device=kind if len(devices) == 1 else f"{len(devices)} x {kind}",
+            dtype=model.dtype,
+            max_model_len=sizing.limits.max_model_len,
+            max_num_seqs=sizing.limits.max_num_seqs,
+            vocab_size=spec.config.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            block_size=spec.page_size,
+            num_kv_pages=min(sizing.usable_pages),
+            kv_capacity_tokens=min(sizing.usable_pages) * spec.page_size,
+            num_programs=len(self.programs.current.programs),
+            plan_digest=self.programs.current.plan.digest,
+            epoch=self.programs.epoch,
+            load_s=load_s,
+            compile_s=compile_s,
+        )
