@@ -38,8 +38,10 @@ class BucketChooser:
         by_cost = lambda b: (b.tokens * b.sequences, b.sequences * b.pages, b)  # noqa: E731
         self._decode = sorted(ladder.decode, key=by_cost)
         self._prefill = sorted(ladder.prefill, key=by_cost)
-        self._rungs = sorted({bucket.tokens for bucket in ladder.prefill}, reverse=True)
-        self.smallest_chunk = self._rungs[-1]
+        self._reach: dict[int, int] = {}  # context pages by tokens of a row
+        for bucket in sorted(ladder.prefill):
+            self._reach[bucket.tokens] = max(self._reach.get(bucket.tokens, 0), bucket.pages)
+        self.smallest_chunk = min(self._reach)
         self.max_prefill_sequences = max(bucket.sequences for bucket in ladder.prefill)
         # Steady decode asks the same question every step.
         self.decode = lru_cache(maxsize=4096)(self._find_decode)
@@ -63,16 +65,13 @@ class BucketChooser:
         `pages`: page table columns once they are taken (an upper bound). The whole rest is taken if
         it fits without much padding, otherwise a size the ladder has.
         """
-        for rung in self._rungs:
-            if self.prefill(rung, 1, pages) is not None:
-                break
-        limit = min(remaining, allowed, rung)
-        padded = self.prefill(limit, 1, pages)
-        assert padded is not None
+        sizes = [tokens for tokens, reach in self._reach.items() if reach >= pages]  # ascending
+        limit = min(remaining, allowed, sizes[-1])
+        padded = next(tokens for tokens in sizes if tokens >= limit)
         padding = FINAL_PADDING if limit == remaining else PARTIAL_PADDING
-        if padded.tokens <= padding * limit:
+        if padded <= padding * limit:
             return limit
-        return next((rung for rung in self._rungs if rung <= limit), limit)
+        return max((tokens for tokens in sizes if tokens <= limit), default=limit)
 
     def group(self, lengths: Sequence[int], pages: Sequence[int]) -> list[tuple[Bucket, list[int]]]:
         """Rows (new tokens, context pages) grouped into buckets with the least total cost.

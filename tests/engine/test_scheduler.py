@@ -434,6 +434,28 @@ def test_admission_is_in_order_even_if_a_later_one_would_fit() -> None:
     assert serving.ended_at["large"] <= serving.ended_at["small"]
 
 
+def test_what_waiting_prompts_cannot_use_goes_to_the_running_one() -> None:
+    serving = Serving(num_pages=40)
+    serving.scheduler.add(request("long", range(100), max_tokens=1))
+    serving.scheduler.add(request("waits for pages", range(1, 101), max_tokens=1))
+    step = serving.step()
+    assert step is not None
+    assert [s.id for s in step.admitted] == ["long"]
+    assert step.num_tokens == 64
+
+
+def test_admission_leaves_pages_to_grow_into_unless_nobody_runs() -> None:
+    serving = Serving(num_pages=23)  # twenty usable
+    serving.scheduler.set_limits(dataclasses.replace(serving.limits, watermark=0.5))
+    serving.scheduler.add(request("fills most", range(60), max_tokens=1))
+    serving.scheduler.add(request("small", [1], max_tokens=1))
+    first = serving.step()
+    assert first is not None
+    assert [s.id for s in first.admitted] == ["fills most"]
+    serving.finish()
+    assert serving.ended_at["fills most"] < serving.ended_at["small"]
+
+
 # -- refusals, limits, changes while serving -------------------------------------------------------
 
 
@@ -616,6 +638,30 @@ def test_the_first_output_tells_of_cached_tokens() -> None:
     assert (counters.prefix_queries_tokens, counters.prefix_hits_tokens) == (82, 40)
     assert counters.prompt_tokens == 82
     assert counters.generation_tokens == len(serving.tokens("a")) + len(serving.tokens("b"))
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_prefix_hits_at_every_length_around_page_boundaries_change_no_token(page_size: int) -> None:
+    for length in range(1, 2 * page_size + 3):
+        serving = Serving(page_size=page_size)
+        serving.serve(request("first", range(1, length + 1)))
+        for more in (0, 1):
+            again = request(f"again{more}", range(1, length + more + 1))
+            serving.serve(again)
+            assert serving.tokens(again.id) == serving.alone(again)
+            cached = serving.outputs[again.id][0].cached_tokens
+            assert cached == (length + more - 1) // page_size * page_size
+
+
+def test_a_prefix_can_be_used_by_the_step_after_the_one_that_computes_it() -> None:
+    serving = Serving()
+    serving.scheduler.add(request("a", range(1, 42)))
+    serving.step()
+    assert serving.in_flight, "nothing is known of the first step yet"
+    again = request("b", range(1, 42))
+    serving.serve(again)
+    assert serving.outputs["b"][0].cached_tokens == 40
+    assert serving.tokens("b") == serving.tokens("a") == serving.alone(again)
 
 
 # -- failed steps ----------------------------------------------------------------------------------
