@@ -18,6 +18,9 @@ from typing import Any
 from absl import app
 from absl import flags as absl_flags
 
+from polyjax.core.errors import ConfigError
+from polyjax.engine.types import EngineConfig
+
 FLAGS = absl_flags.FLAGS
 
 _SHORT_NAMES = {"-tp": "--tensor_parallel_size", "-ep": "--expert_parallel_size"}
@@ -80,6 +83,14 @@ def read[C](config_type: type[C], **overrides: Any) -> C:
         value = getattr(FLAGS, field.name)
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return config_type(**{**values, **overrides})
+
+
+def read_engine(arguments: Sequence[str]) -> EngineConfig:
+    """Returns the engine's config; the model may be an argument without a flag."""
+    model = FLAGS.model
+    if len(arguments) > 1 or (arguments and model is not None):
+        raise ConfigError(f"more than one model: {' '.join([model or '', *arguments]).strip()}")
+    return read(EngineConfig, model=arguments[0] if arguments else model)
 
 
 def parse(argv: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from absl import app
 
 from polyjax import flags
-from polyjax.core.errors import ConfigError, PolyjaxError
+from polyjax.core.errors import PolyjaxError
 from polyjax.engine.types import EngineConfig
 from polyjax.packages import refuse_foreign_packages
 from polyjax.runtime_folder import make_runtime_folder
@@ -24,21 +24,13 @@ flags.define(ServerConfig)
 def main(argv: Sequence[str]) -> NoReturn:
     try:
         refuse_foreign_packages()
-        code = serve(flags.read(ServerConfig), read_engine_config(argv[1:]))
+        code = serve(flags.read(ServerConfig), flags.read_engine(argv[1:]))
     except PolyjaxError as error:
         print(f"polyjax: {error}", file=sys.stderr)
         code = 1
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)  # a thread may still be fetching a model that nobody waits for any more
-
-
-def read_engine_config(arguments: Sequence[str]) -> EngineConfig:
-    """Returns the engine's config; the model may be an argument without a flag."""
-    model = flags.FLAGS.model
-    if len(arguments) > 1 or (arguments and model is not None):
-        raise ConfigError(f"more than one model: {' '.join([model or '', *arguments]).strip()}")
-    return flags.read(EngineConfig, model=arguments[0] if arguments else model)
 
 
 def serve(config: ServerConfig, engine: EngineConfig) -> int:

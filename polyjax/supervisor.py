@@ -13,13 +13,13 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from polyjax.children import Child, start_child
 from polyjax.console import Console
 from polyjax.core.errors import PolyjaxError
 from polyjax.engine.client import EngineClient
@@ -33,11 +33,7 @@ from polyjax.server.process import DRAIN, HttpServer, WorkerLaunch, listen, open
 STOP_TIMEOUT_S = 10.0  # for children to end once they have nothing left to do
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
 
-_ROOT = Path(__file__).resolve().parent.parent
-
 log = logging.getLogger("polyjax.serve")
-
-Child = asyncio.subprocess.Process
 
 
 class Supervisor:
@@ -53,6 +49,7 @@ class Supervisor:
         self._address = f"ipc://{folder}/engine"
         self._engine: Child | None = None
         self._workers: list[Child] = []
+        self._workers_ready = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -78,7 +75,9 @@ class Supervisor:
 
     async def _serve(self) -> int:
         files = asyncio.create_task(self._open_files())
-        serving = asyncio.create_task(self._http.run(asyncio.shield(files), self._on_ready))
+        serving = asyncio.create_task(
+            self._http.run(asyncio.shield(files), self._on_ready, self._workers_ready.wait())
+        )
         failing = asyncio.create_task(self._start_and_watch(files))
         await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)
         if self._shutdown is not None:
@@ -106,14 +105,16 @@ class Supervisor:
             self._engine_config, model=str(files.path), served_model_name=name
         )
         launch = Launch(self._address, config, self._script)
-        self._engine = await self._start("polyjax.engine.process", msgspec.json.encode(launch))
+        self._engine = await start_child("polyjax.engine.process", msgspec.json.encode(launch))
         for number in range(1, self._config.api_server_count):
             worker = WorkerLaunch(
                 self._config, self._address, f"http{number}", str(files.path), config.tokenizer
             )
+            first_line = msgspec.json.encode(worker)
             self._workers.append(
-                await self._start("polyjax.server.process", msgspec.json.encode(worker))
+                await start_child("polyjax.server.process", first_line, pipes_output=True)
             )
+        waiting = asyncio.create_task(self._wait_for_workers())
         ends = {
             asyncio.create_task(child.wait()): name
             for child, name in [
@@ -122,23 +123,16 @@ class Supervisor:
             ]
         }
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
         first = done.pop()
         return f"{ends[first]} ended with code {first.result()}"
 
-    async def _start(self, module: str, first_line: bytes) -> Child:
-        environment = dict(os.environ)
-        if not sys.flags.safe_path:  # then polyjax may be found only by the working directory
-            paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", module),
-            stdin=asyncio.subprocess.PIPE,
-            env=environment,
-        )
-        assert child.stdin is not None
-        child.stdin.write(first_line + b"\n")
-        await child.stdin.drain()
-        return child
+    async def _wait_for_workers(self) -> None:
+        for worker in self._workers:
+            assert worker.stdout is not None
+            if not await worker.stdout.readline():
+                return  # it has ended, which is noticed elsewhere
+        self._workers_ready.set()
 
     def _on_ready(self) -> None:
         self._console.ready()

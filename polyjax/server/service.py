@@ -38,6 +38,7 @@ class ServedModel:
     defaults: Mapping[str, Any]
     default_max_tokens: int | None
     created_s: int
+    any_name: bool = False  # whether requests may call it as they like
 
     @classmethod
     def build(
@@ -72,7 +73,7 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises RequestError (404) if a request names another model."""
-        if name is not None and name != self.info.model_name:
+        if name is not None and name != self.info.model_name and not self.any_name:
             raise RequestError(
                 f"The model `{name[:200]}` does not exist; this server has "
                 f"`{self.info.model_name}`.",
