@@ -170,7 +170,7 @@ def with_post_processor(**config: Any) -> Tokenizer:
         (with_post_processor(add_bos_token=True, add_eos_token=None), [256, 65, 257]),
         (with_post_processor(add_eos_token=False), [256, 65]),
         (with_post_processor(add_bos_token=False, add_eos_token=False), [65]),
-        (SENTENCEPIECE, [1, 259, *[3 + 65]]),
+        (SENTENCEPIECE, [1, 259, 3 + 65]),
         (sentencepiece(add_bos_token=False, add_eos_token=True), [259, 3 + 65, 2]),
     ],
 )
@@ -189,14 +189,16 @@ def test_special_tokens_named_for_templates() -> None:
 # Rebuilt from GGUF
 
 
-def test_sentencepiece_merges_follow_the_scores() -> None:
-    tokens = SENTENCEPIECE.backend.encode("hey hey", add_special_tokens=False).tokens
-    assert tokens == ["\u2581hey", "\u2581hey"]
-    assert SENTENCEPIECE.backend.encode("eh", add_special_tokens=False).tokens == [
-        "\u2581",
-        "e",
-        "h",
-    ]
+@pytest.mark.parametrize(
+    "text, pieces",
+    [
+        ("hey hey", ["\u2581hey", "\u2581hey"]),
+        ("eh", ["\u2581", "e", "h"]),
+        ("abc", ["\u2581", "a", "bc"]),  # both ab and bc are tokens; bc has the better score
+    ],
+)
+def test_sentencepiece_merges_follow_the_scores(text: str, pieces: list[str]) -> None:
+    assert SENTENCEPIECE.backend.encode(text, add_special_tokens=False).tokens == pieces
 
 
 def test_unsupported_decoder_is_named() -> None:

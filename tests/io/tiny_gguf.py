@@ -85,21 +85,10 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
     """A SentencePiece vocabulary with byte tokens, in the shape `read_gguf` returns metadata."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *BYTE_TOKENS,
-        "\u2581",
-        "h",
-        "e",
-        "y",
-        "he",
-        "hey",
-        "\u2581hey",
-    ]
-    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 7]
-    scores = [0.0] * (3 + 256) + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0]
+    normal = [*"\u2581heyabc", "he", "hey", "\u2581hey", "bc", "ab"]  # best first
+    words = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *normal]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(normal)]
+    scores = [0.0] * (3 + 256) + [-1.0 - i for i in range(len(normal))]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": words,
