@@ -199,11 +199,11 @@ def _fit_all(
         prompts = [prompt[-keep:] for prompt in prompts]
     for prompt in prompts:
         check_prompt(prompt, params, info.max_model_len, info.vocab_size, field)
-    for token_id, _ in params.logit_bias:
-        if not 0 <= token_id < info.vocab_size:
-            raise RequestError(
-                f"logit_bias: token id {token_id} is outside the vocabulary", "logit_bias"
-            )
+    for name in ("logit_bias", "stop_token_ids"):
+        for entry in getattr(params, name):
+            token_id = entry[0] if isinstance(entry, tuple) else entry
+            if not 0 <= token_id < info.vocab_size:
+                raise RequestError(f"{name}: token id {token_id} is outside the vocabulary", name)
     if params.max_tokens is None:
         params = _default_max_tokens(model, body, prompts, params)
     return prompts, params

@@ -34,7 +34,8 @@ KEEP_ALIVE_S = 75  # longer than the idle timeout of common load balancers, whic
 BACKLOG = 2048
 SAMPLE_S = 0.25  # as often as the engine's heartbeat
 ERROR_EVENT_S = 1.0  # what streams get to send their last event once the engine is dead
-DRAIN = b"drain"
+DRAIN = b"drain"  # what the parent writes to a worker ...
+READY = "ready"  # ... and a worker to its parent
 
 log = logging.getLogger("polyjax.server")
 
@@ -51,11 +52,16 @@ class WorkerLaunch:
 
 
 class HttpServer:
-    """Serves HTTP on `listener`: 503 until the engine is ready, then requests, until drained."""
+    """Serves HTTP on `listener`: 503 until the engine is ready, then requests, until drained.
 
-    def __init__(self, config: ServerConfig, client: EngineClient, listener: socket.socket):
+    Without a listener it opens one, sharing the port, when it is ready, so that no connection
+    meets a process that is not while another one is.
+    """
+
+    def __init__(self, config: ServerConfig, client: EngineClient, listener: socket.socket | None):
         self.service = Service(config, client)
         self._listener = listener
+        self._may_listen = asyncio.Event()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self.service),
@@ -71,19 +77,24 @@ class HttpServer:
         )
 
     async def run(
-        self, files: Awaitable[ModelFiles], on_ready: Callable[[], None] = lambda: None
+        self,
+        files: Awaitable[ModelFiles],
+        on_ready: Callable[[], None],
+        others_ready: Awaitable[object] | None = None,
     ) -> None:
         """Serves until `stop`. Raises PolyjaxError if the model or the engine cannot serve.
 
-        `files` may take its time. EngineDead comes after the running streams were told.
+        Becomes ready once `files`, the engine and `others_ready` are. EngineDead comes after the
+        running streams were told.
         """
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
-        life = asyncio.create_task(self._live(files, on_ready))
+        serving = asyncio.create_task(self._serve())
+        life = asyncio.create_task(self._live(files, on_ready, others_ready))
         try:
             await asyncio.wait([serving, life], return_when=asyncio.FIRST_COMPLETED)
             if life.done():
                 await self.service.drained(ERROR_EVENT_S)
                 self.stop()
+                self._may_listen.set()
                 await serving
                 life.result()
         finally:
@@ -98,13 +109,30 @@ class HttpServer:
     def stop(self) -> None:
         self._uvicorn.should_exit = True
 
-    async def _live(self, files: Awaitable[ModelFiles], on_ready: Callable[[], None]) -> None:
+    async def _serve(self) -> None:
+        if self._listener is None:
+            await self._may_listen.wait()
+        if self._listener is not None:
+            await self._uvicorn.serve(sockets=[self._listener])
+
+    async def _live(
+        self,
+        files: Awaitable[ModelFiles],
+        on_ready: Callable[[], None],
+        others_ready: Awaitable[object] | None,
+    ) -> None:
         """Becomes ready, then raises EngineDead some day."""
         opened = await files
         tokenizer = await asyncio.to_thread(opened.load_tokenizer)
         info = await self.service.client.ready()
         model = ServedModel.build(opened, tokenizer, info, self.service.config)
+        if others_ready is not None:
+            await others_ready
         self.service.become_ready(model)
+        if self._listener is None:
+            config = self.service.config
+            self._listener = listen(config.host, config.port, shares_port=True)
+            self._may_listen.set()
         on_ready()
         sampler = asyncio.create_task(self._sample())
         try:
@@ -163,8 +191,7 @@ async def work(launch: WorkerLaunch) -> int:
     loop = asyncio.get_running_loop()
     client = EngineClient(launch.address, launch.name)
     client.connect()
-    listener = listen(launch.config.host, launch.config.port, shares_port=True)
-    server = HttpServer(launch.config, client, listener)
+    server = HttpServer(launch.config, client, listener=None)
     draining: list[asyncio.Task[None]] = []  # keeps the task alive
 
     def obey(line: bytes) -> None:
@@ -175,7 +202,8 @@ async def work(launch: WorkerLaunch) -> int:
     # A thread, not the kernel, ends this process, so that the sockets' folder can go with it.
     watch_parent(sys.stdin.buffer, obey, lambda: shutil.rmtree(socket_folder, ignore_errors=True))
     try:
-        await server.run(asyncio.to_thread(open_served, launch.model, launch.tokenizer))
+        files = asyncio.to_thread(open_served, launch.model, launch.tokenizer)
+        await server.run(files, lambda: print(READY, flush=True))
     except PolyjaxError as error:
         log.error("%s: %s", launch.name, error)
         return 1

@@ -98,9 +98,9 @@ def test_stop_strings_and_tokens(server: Server) -> None:
     stopped = server.complete("one two three ", max_tokens=50, stop=["wo t", "zzz"])["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == ("one t", "stop")
     assert stopped["stop_reason"] == "wo t"
-    kept = server.complete(
-        "one two ", max_tokens=50, stop="wo", include_stop_str_in_output=True
-    )["choices"][0]
+    kept = server.complete("one two ", max_tokens=50, stop="wo", include_stop_str_in_output=True)[
+        "choices"
+    ][0]
     assert kept["text"] == "one two"
     [letter] = ids("w", server)
     by_token = server.complete("one two ", max_tokens=50, stop_token_ids=[letter])["choices"][0]
@@ -191,16 +191,19 @@ def test_token_ids_in_answers(server: Server) -> None:
     [choice] = server.complete("abc", max_tokens=4, return_token_ids=True)["choices"]
     assert choice["prompt_token_ids"] == prompt
     assert choice["token_ids"] == [*prompt, prompt[0]]
-    [choice] = server.complete(
-        "abc", max_tokens=1, logprobs=0, return_tokens_as_token_ids=True
-    )["choices"]
+    [choice] = server.complete("abc", max_tokens=1, logprobs=0, return_tokens_as_token_ids=True)[
+        "choices"
+    ]
     assert choice["logprobs"]["tokens"] == [f"token_id:{prompt[0]}"]
 
 
 def test_truncated_prompts(server: Server) -> None:
-    assert server.complete("abcdef", max_tokens=2, truncate_prompt_tokens=2, echo=True)["choices"][
-        0
-    ]["text"] == "efef"
+    assert (
+        server.complete("abcdef", max_tokens=2, truncate_prompt_tokens=2, echo=True)["choices"][0][
+            "text"
+        ]
+        == "efef"
+    )
     long = "x" * (MAX_MODEL_LEN * 2)
     answer = server.complete(long, max_tokens=10, truncate_prompt_tokens=-1)
     assert answer["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 10
@@ -219,7 +222,9 @@ def test_equal_request_ids_do_not_meet(server: Server) -> None:
     with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as first:
         lines = first.iter_lines()
         next(lines)
-        assert server.complete("xyz", max_tokens=3, request_id="same")["choices"][0]["text"] == "xyz"
+        assert (
+            server.complete("xyz", max_tokens=3, request_id="same")["choices"][0]["text"] == "xyz"
+        )
         assert sum(1 for line in lines if line.startswith("data: {")) == 199
 
 
