@@ -75,12 +75,3 @@ def abstract(
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     }
     return AbstractModel(graphdef, specs, flat.paths)
-
-
-def random_params(
-    config: ModelConfig, dtype: str = "float32", seed: int = 0
-) -> tuple[jax.Array, ...]:
-    """Returns random weights as the flat tuple; each `ParamSpec.init` says how."""
-    build = importlib.import_module(type(config).__module__).Model
-    _, state = nnx.split(build(config, dtype=dtype, rngs=nnx.Rngs(seed)))
-    return tuple(leaf[...] for leaf in nnx.to_flat_state(state).leaves)

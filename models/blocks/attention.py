@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from models.blocks import parameters
-from models.blocks.parameters import Declaring
+from models.blocks.parameters import Declare
 from polyjax.core.mesh import Placement
 from polyjax.core.model import KVGroup, StepBatch
 from polyjax.core.op import Ops
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
         config: AttentionConfig,
         prefix: str,
         norm_name: str,
-        declare: Declaring,
+        declare: Declare,
         place: Placement,
     ):
         c, attn = config, f"{prefix}self_attn."
@@ -66,22 +66,15 @@ class Attention(nnx.Module):
         self.output = declare(
             parameters.matrix(f"{attn}o_proj.weight", c.embed_dim, width, ("embed", "heads"))
         )
-        self.qkv_bias = (
-            declare(parameters.qkv_bias(attn, c.heads, c.kv_heads, c.head_dim))
-            if c.qkv_bias
-            else None
-        )
-        self.output_bias = (
-            declare(parameters.vector(f"{attn}o_proj.bias", c.embed_dim, init="zeros"))
-            if c.output_bias
-            else None
-        )
-        head_norm = lambda name: (  # noqa: E731
-            declare(parameters.vector(f"{attn}{name}.weight", c.head_dim, "head_dim"))
-            if c.head_norm
-            else None
-        )
-        self.q_norm, self.k_norm = head_norm("q_norm"), head_norm("k_norm")
+        bias = parameters.qkv_bias(attn, c.heads, c.kv_heads, c.head_dim)
+        self.qkv_bias = declare.optional(c.qkv_bias, bias)
+        bias = parameters.vector(f"{attn}o_proj.bias", c.embed_dim, init="zeros")
+        self.output_bias = declare.optional(c.output_bias, bias)
+        norms = [
+            parameters.vector(f"{attn}{name}.weight", c.head_dim, "head_dim")
+            for name in ("q_norm", "k_norm")
+        ]
+        self.q_norm, self.k_norm = (declare.optional(c.head_norm, norm) for norm in norms)
 
     def __call__(
         self, ops: Ops, x: jax.Array, step: LayerStep, kv: jax.Array

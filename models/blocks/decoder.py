@@ -13,7 +13,7 @@ from flax import nnx
 from models.blocks import parameters
 from models.blocks.attention import Attention, AttentionConfig, LayerStep
 from models.blocks.feed_forward import FeedForward, FeedForwardConfig
-from models.blocks.parameters import Declaring
+from models.blocks.parameters import Declare
 from models.blocks.rope import Rope
 from polyjax.core.mesh import ONE_DEVICE, Placement
 from polyjax.core.model import KVGroup, KVState, StepBatch
@@ -26,8 +26,7 @@ class DecoderConfig:
     """Numbers of a decoder with grouped-query attention; families add their own.
 
     `windows` holds a layer's sliding window in tokens, 0 for the whole context. `ropes` holds a
-    layer's rotary embedding, None where positions are not rotated. `prefix` is put before the names
-    of the checkpoint's tensors.
+    layer's rotary embedding, None where positions are not rotated.
     """
 
     vocab_size: int
@@ -49,8 +48,6 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norm: bool = False
-    prefix: str = "model."
-    head_name: str = "lm_head.weight"
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """One group for the layers that keep everything, one for each window length."""
@@ -84,8 +81,8 @@ class DecoderConfig:
 class Layer(nnx.Module):
     """Attention, then feed-forward, each on the normed residual stream."""
 
-    def __init__(self, config: DecoderConfig, index: int, declare: Declaring, place: Placement):
-        prefix = f"{config.prefix}layers.{index}."
+    def __init__(self, config: DecoderConfig, index: int, declare: Declare, place: Placement):
+        prefix = f"model.layers.{index}."
         self.attention = Attention(
             config.attention(index), prefix, f"{prefix}input_layernorm.weight", declare, place
         )
@@ -113,26 +110,25 @@ class Decoder(nnx.Module):
         config: Any,
         *,
         dtype: str = "float32",
-        rngs: nnx.Rngs | None = None,
         place: Placement = ONE_DEVICE,
     ):
-        c, declare = config, Declaring(dtype, rngs)
+        c, declare = config, Declare(dtype)
         self.config, self.place = config, place
         table = ("vocab", "embed")
         self.embedding = declare(
-            parameters.matrix(f"{c.prefix}embed_tokens.weight", c.vocab_size, c.embed_dim, table)
+            parameters.matrix("model.embed_tokens.weight", c.vocab_size, c.embed_dim, table)
         )
         self.layers = nnx.List(
             [self.make_layer(index, declare, place) for index in range(c.num_layers)]
         )
-        self.final_norm = declare(parameters.vector(f"{c.prefix}norm.weight", c.embed_dim))
+        self.final_norm = declare(parameters.vector("model.norm.weight", c.embed_dim))
         self.lm_head = (
             None
             if c.tied_embeddings
-            else declare(parameters.matrix(c.head_name, c.vocab_size, c.embed_dim, table))
+            else declare(parameters.matrix("lm_head.weight", c.vocab_size, c.embed_dim, table))
         )
 
-    def make_layer(self, index: int, declare: Declaring, place: Placement) -> nnx.Module:
+    def make_layer(self, index: int, declare: Declare, place: Placement) -> nnx.Module:
         return Layer(self.config, index, declare, place)
 
     def embed(self, ops: Ops, tokens: jax.Array) -> jax.Array:

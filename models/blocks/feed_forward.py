@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.blocks import parameters
 from models.blocks.attention import value
-from models.blocks.parameters import Declaring
+from models.blocks.parameters import Declare
 from polyjax.core.mesh import Placement
 from polyjax.core.op import Ops
 from polyjax.core.ops import GATED_ACTIVATION, MATMUL, NORM_GATE_UP, RMS_NORM
@@ -34,7 +34,7 @@ class FeedForward(nnx.Module):
         config: FeedForwardConfig,
         prefix: str,
         norm_name: str,
-        declare: Declaring,
+        declare: Declare,
         place: Placement,
     ):
         c, mlp = config, f"{prefix}mlp."
@@ -47,12 +47,10 @@ class FeedForward(nnx.Module):
         self.down = declare(
             parameters.matrix(f"{down}.weight", c.embed_dim, c.ffw_dim, ("embed", "ffw"))
         )
-        self.gate_up_bias = self.down_bias = None
-        if c.bias:
-            self.gate_up_bias = declare(
-                parameters.gate_up_bias(f"{gate}.bias", f"{up}.bias", c.ffw_dim)
-            )
-            self.down_bias = declare(parameters.vector(f"{down}.bias", c.embed_dim, init="zeros"))
+        bias = parameters.gate_up_bias(f"{gate}.bias", f"{up}.bias", c.ffw_dim)
+        self.gate_up_bias = declare.optional(c.bias, bias)
+        bias = parameters.vector(f"{down}.bias", c.embed_dim, init="zeros")
+        self.down_bias = declare.optional(c.bias, bias)
 
     def __call__(self, ops: Ops, x: jax.Array) -> jax.Array:
         """x [M,D] -> x + feed-forward [M,D]."""

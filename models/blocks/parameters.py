@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,25 +13,18 @@ from polyjax.core.model import Pack, ParamSpec, Source
 
 
 @dataclasses.dataclass(frozen=True)
-class Declaring:
-    """What building a module needs beside its config: the dtype and, for random weights, keys.
-
-    Without `rngs` every parameter is zeros; under `nnx.eval_shape` nothing is allocated either way.
-    """
+class Declare:
+    """Makes parameters of the model's dtype, of zeros: weights are loaded elsewhere."""
 
     dtype: str = "float32"
-    rngs: nnx.Rngs | None = None
 
     def __call__(self, spec: ParamSpec) -> nnx.Param:
         """Returns the parameter `spec` describes, with the spec as metadata."""
-        dtype = jnp.dtype(spec.dtype or self.dtype)
-        if spec.init == "ones":
-            value = jnp.ones(spec.shape, dtype)
-        elif spec.init == "zeros" or self.rngs is None:
-            value = jnp.zeros(spec.shape, dtype)
-        else:
-            value = 0.02 * jax.random.normal(self.rngs.params(), spec.shape, dtype)
-        return nnx.Param(value, spec=spec)
+        return nnx.Param(jnp.zeros(spec.shape, jnp.dtype(spec.dtype or self.dtype)), spec=spec)
+
+    def optional(self, wanted: bool, spec: ParamSpec) -> nnx.Param | None:
+        """The parameter, or None where the config leaves it out."""
+        return self(spec) if wanted else None
 
 
 def as_is(arrays: Sequence[np.ndarray]) -> np.ndarray:

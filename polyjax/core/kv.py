@@ -20,8 +20,7 @@ class KVGroup:
     head_dim: int
     planes: int = 2
     window: int = 0
+    axes: tuple[str | None, ...] = ("pages", None, "kv_heads", None, "head_dim")
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         return (self.planes, self.heads, page_size, self.head_dim)
-
-    axes = ("pages", None, "kv_heads", None, "head_dim")

@@ -111,8 +111,9 @@ KVState = tuple[jax.Array, ...]
 class Model(Protocol):
     """What every family's `Model(nnx.Module)` offers.
 
-    `Model(config, dtype=..., rngs=...)` builds it; under `nnx.eval_shape` no memory is touched and
-    each `nnx.Param` carries `spec: ParamSpec` as metadata.
+    `Model(config, dtype=..., place=...)` builds it, always under `nnx.eval_shape`, so that no
+    memory is touched; `place` fixes how activations lie on a mesh. Each `nnx.Param` carries its
+    `spec: ParamSpec` as metadata.
     """
 
     def __call__(self, ops: Ops, batch: StepBatch, kv: KVState) -> tuple[jax.Array, KVState]:
