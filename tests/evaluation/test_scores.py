@@ -90,7 +90,10 @@ def test_a_server_arm_asks_any_openai_compatible_url():
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 64  # the arm opens all its connections at once
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         arm = ServerArm("a", f"http://127.0.0.1:{server.server_port}/v1")
         choices = arm.answer({f"i{n}": {"prompt": str(n)} for n in range(40)})
