@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from polyjax.core.errors import ConfigError
+from polyjax.core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from polyjax.io.tokenizer import Tokenizer
@@ -79,11 +79,18 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: those of generation_config.json, else those of config.json."""
+        """Ids that end a generation: those of generation_config.json, else those of config.json.
+
+        Raises ModelError if they are neither a number nor a list of numbers.
+        """
         for source in (self.generation_config, self.config):
-            ids = source.get("eos_token_id")
-            if ids is not None:
-                return (ids,) if isinstance(ids, int) else tuple(ids)
+            value = source.get("eos_token_id")
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, int) for item in ids):
+                raise ModelError(str(self.path), [f"eos_token_id is {value!r}, not token ids"])
+            return tuple(ids)
         return ()
 
     def load_tokenizer(self) -> Tokenizer:

@@ -135,10 +135,15 @@ def open_tensors(path: Path, config: Mapping[str, Any], is_nested: bool = False)
     hidden = _prediction_layers(config)
     names = {name: stored for name, stored in names.items() if not name.startswith(hidden)}
     reader: TensorReader = SafetensorsReader({name: entries[names[name]] for name in names})
-    quantization = config.get("quantization_config") or {}
-    if quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size"):
-        reader = BlockScaledReader(reader, tuple(quantization["weight_block_size"]))
-    return reader
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return reader
+    block = quantization.get("weight_block_size")
+    if quantization.get("quant_method") != "fp8" or not block:
+        kind = quantization.get("quant_method")
+        problem = f"weights quantized by {kind!r} cannot be read (fp8 with weight_block_size can)"
+        raise ModelError(str(path / "config.json"), [problem])
+    return BlockScaledReader(reader, tuple(block))
 
 
 def _no_weights(path: Path) -> str:

