@@ -28,7 +28,7 @@ class SchedulerLimits:
     watermark: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len"):
+        for name in ("max_num_seqs", "max_model_len", "max_queued_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
