@@ -188,8 +188,14 @@ def norm_gate_up(
     """RMSNorm, gate and up projections, gated activation. x [M,D], w [2,F,D] -> [M,F]."""
     from polyjax.core import ops as declared
 
+    def unflattened(_ops: Any, y: jax.Array, *_: Any) -> jax.Array:
+        """[M,2,F]. Flattening a w whose F is spread over devices would gather it onto each."""
+        y = jax.lax.dot_general(y, w, (((1,), (2,)), ((), ())), preferred_element_type=f32)
+        return y.astype(x.dtype)
+
     y = ops(declared.RMS_NORM, x, norm, eps=eps)
-    y = ops(declared.MATMUL, y, w.reshape(-1, w.shape[-1]), None, None)
+    flat = w.reshape(-1, w.shape[-1])
+    y = ops(declared.MATMUL, y, flat, None, None, reference=unflattened)
     return ops(
         declared.GATED_ACTIVATION, y.reshape(x.shape[0], 2, w.shape[1]), activation=activation
     )
