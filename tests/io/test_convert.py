@@ -1,8 +1,10 @@
 """scripts/convert: a directory that reads exactly like what it came from, whole or not at all."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -30,9 +32,16 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_default_model_converts_to_the_same_model(tmp_path: Path) -> None:
+@pytest.fixture
+def large_path(tmp_path: Path) -> Iterator[Path]:
+    """Like tmp_path, but removed at once: pytest keeps those of the last three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def test_default_model_converts_to_the_same_model(large_path: Path) -> None:
     """SmolLM2's real weights, through the script: the Hugging Face path reads what GGUF holds."""
-    out = tmp_path / "smollm2"
+    out = large_path / "smollm2"
     finished = run(f"--out={out}")
     assert finished.returncode == 0, finished.stderr
     source, written = open_model(None), open_model(out)
