@@ -28,7 +28,6 @@ from jax.sharding import Mesh
 
 import models
 import pallas_kernels
-import polyjax
 from polyjax.compiler.program import ProgramRequest, StepProgram, loaded_program
 
 MAGIC = b"polyjax-program-1\n"
@@ -192,7 +191,7 @@ def source_digest() -> str:
 
 
 def _sources() -> Iterator[Path]:
-    package = Path(next(iter(polyjax.__path__)))
+    package = Path(__file__).resolve().parent.parent
     folders = [package / "core", package / "compiler"]
     folders += [Path(next(iter(p.__path__))) for p in (models, pallas_kernels)]
     for folder in folders:

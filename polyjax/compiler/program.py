@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-import models
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.sampling import (
     SCORE_COLUMNS,
@@ -45,11 +44,12 @@ from polyjax.compiler.state import (
     StateSpec,
     abi_line,
     abstract_model,
+    head_indices,
     state_avals,
 )
 from polyjax.core.batch_layout import FROM_SLOT, BatchLayout, PackedBatch
 from polyjax.core.buckets import Bucket, BucketLadder
-from polyjax.core.mesh import ONE_DEVICE, Placement
+from polyjax.core.mesh import Placement
 from polyjax.core.model import StepBatch
 from polyjax.core.op import Ops
 from polyjax.core.ops import LM_HEAD, LM_HEAD_SAMPLE
@@ -265,16 +265,9 @@ class _Tracing:
     def head_params(self, head: Sequence[Any]) -> tuple[Any, ...]:
         """The flat tuple with the head's arrays in their places; the others are never read."""
         params: list[Any] = list(self.avals.params)
-        for index, array in zip(head_indices(self.abstract, self.avals.params), head, strict=True):
+        for index, array in zip(head_indices(self.spec), head, strict=True):
             params[index] = array
         return tuple(params)
-
-
-def head_indices(abstract: models.AbstractModel, params: Sequence[Any]) -> tuple[int, ...]:
-    """Positions in the flat tuple of the parameters that the model's head reads."""
-    jaxpr = jax.make_jaxpr(lambda flat: abstract.merge(flat).head()[:2])(tuple(params)).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    return tuple(index for index, v in enumerate(jaxpr.invars) if id(v) in read)
 
 
 # -- tracing and compiling -------------------------------------------------------------------
@@ -354,7 +347,7 @@ def abstract_call(request: ProgramRequest, mesh: Mesh) -> Callable[[Ops], Any]:
 def _state_avals(model: _Tracing, avals: StateAvals, name: str) -> Any:
     """The avals of one state argument."""
     if name == "head":
-        return tuple(avals.params[i] for i in head_indices(model.abstract, avals.params))
+        return tuple(avals.params[i] for i in head_indices(model.spec))
     return getattr(avals, name)
 
 
@@ -418,8 +411,7 @@ def named_leaves(spec: StateSpec, avals: StateAvals, argument: str) -> list[tupl
         case "params":
             return list(zip((f"params.{n}" for n in avals.param_names), avals.params, strict=True))
         case "head":
-            indices = head_indices(abstract_model(spec, ONE_DEVICE), avals.params)
-            return [(f"params.{avals.param_names[i]}", avals.params[i]) for i in indices]
+            return [(f"params.{avals.param_names[i]}", avals.params[i]) for i in head_indices(spec)]
         case "kv":
             return [(f"kv.{layer}", aval) for layer, aval in enumerate(avals.kv)]
         case "last_tokens":

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import models
 from polyjax.compiler.sampling import SamplingState
 from polyjax.core.errors import StateABIError
-from polyjax.core.mesh import MeshPlan, Placement
+from polyjax.core.mesh import ONE_DEVICE, MeshPlan, Placement
 from polyjax.core.model import KVGroup, ModelConfig
 
 MAX_LOGIT_BIAS = 300  # entries a request may have; the limit of OpenAI's API
@@ -95,6 +95,19 @@ def state_avals(spec: StateSpec, mesh_plan: MeshPlan, mesh: Mesh) -> StateAvals:
     return StateAvals(params, tuple(abstract.specs), kv, last_tokens, sampling)
 
 
+@functools.cache
+def head_indices(spec: StateSpec) -> tuple[int, ...]:
+    """Positions in the flat tuple of the parameters that the model's head reads."""
+    abstract = abstract_model(spec, ONE_DEVICE)
+    avals = tuple(
+        jax.ShapeDtypeStruct(tuple(p.shape), jnp.dtype(p.dtype or spec.dtype))
+        for p in abstract.specs.values()
+    )
+    jaxpr = jax.make_jaxpr(lambda flat: abstract.merge(flat).head()[:2])(avals).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return tuple(index for index, v in enumerate(jaxpr.invars) if id(v) in read)
+
+
 def layer_groups(config: ModelConfig) -> list[tuple[int, KVGroup]]:
     """Per layer, in order: the index of its KV group and the group."""
     of_layer = {
@@ -116,7 +129,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class StateABI:
-    """One line for each array of state a program takes: its name, and what `abi_line` says of it."""
+    """For each array of state a program takes: its name, and what `abi_line` says of it."""
 
     lines: tuple[tuple[str, str], ...]
 

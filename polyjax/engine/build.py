@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import logging
+import shutil
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +27,7 @@ from polyjax.compiler.buckets import (
 from polyjax.compiler.cache import ProgramCache, default_cache_dir
 from polyjax.compiler.choose import default_choices, load_tables
 from polyjax.compiler.program import (
+    Kind,
     ProgramKey,
     ProgramRequest,
     StepProgram,
@@ -32,7 +36,7 @@ from polyjax.compiler.program import (
     expected_abi,
     program_keys,
 )
-from polyjax.compiler.state import StateSpec
+from polyjax.compiler.state import StateABI, StateSpec
 from polyjax.core.buckets import BucketLadder
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, ModelError
@@ -240,7 +244,7 @@ def read_plan(path: Path, mesh_plan: MeshPlan) -> Plan:
 class ProgramSource:
     """Gives programs: from the cache, or compiled in this process while it does not serve yet."""
 
-    def __init__(self, spec: StateSpec, mesh: Mesh, cache: ProgramCache | None):
+    def __init__(self, spec: StateSpec, mesh: Mesh, cache: ProgramCache):
         self.spec = spec
         self.mesh = mesh
         self.cache = cache
@@ -255,10 +259,21 @@ class ProgramSource:
 
     def cached(self, request: ProgramRequest) -> StepProgram | None:
         """The program from the cache, or None. Raises StateABIError if it expects another state."""
-        program = self.cache.load(request, self.mesh) if self.cache else None
+        program = self.cache.load(request, self.mesh)
         if program is not None:
             expected_abi(request, self.mesh).check(program.abi)
         return program
+
+    def abi_digest(self, plan: Plan) -> str:
+        """The digest of the state that every program of a plan has to fit."""
+        kinds = (Kind.DECODE_GREEDY, Kind.SAMPLE_FULL)
+        requests = [self.request(plan, ProgramKey(kind)) for kind in kinds]
+        lines = [line for r in requests for line in expected_abi(r, self.mesh).lines]
+        return StateABI(tuple(dict.fromkeys(lines))).digest
+
+    def is_cached(self, request: ProgramRequest) -> bool:
+        """Whether there is an entry; it may still turn out to be unsound."""
+        return self.cache.path(request, self.mesh).exists()
 
     def obtain(self, request: ProgramRequest) -> StepProgram:
         """The program, compiled here if no cache has it. Only for before serving."""
@@ -267,11 +282,10 @@ class ProgramSource:
             return program
         program = compile_program(request, self.mesh)
         expected_abi(request, self.mesh).check(program.abi)
-        if self.cache:
-            try:
-                self.cache.store(request, self.mesh, program)
-            except OSError as error:
-                log.warning("compile cache: %s; programs will be compiled again next time", error)
+        try:
+            self.cache.store(request, self.mesh, program)
+        except OSError as error:
+            log.warning("compile cache: %s; programs will be compiled again next time", error)
         return program
 
     def build(self, plan: Plan, ladder: BucketLadder, progress: Progress) -> PlanPrograms:
@@ -288,8 +302,14 @@ class ProgramSource:
         return PlanPrograms(plan, ladder, programs)
 
 
-def open_cache(config: EngineConfig) -> ProgramCache | None:
-    """The program cache: --compile_cache_dir, its default, or None for "none"."""
-    if config.compile_cache_dir == "none":
-        return None
-    return ProgramCache(config.compile_cache_dir or default_cache_dir())
+def open_cache(config: EngineConfig) -> ProgramCache:
+    """The program cache: --compile_cache_dir, or its default.
+
+    "none" gives one that this engine alone uses and that ends with it: programs of the compiler
+    process come through it.
+    """
+    if config.compile_cache_dir != "none":
+        return ProgramCache(config.compile_cache_dir or default_cache_dir())
+    directory = tempfile.mkdtemp(prefix="polyjax-programs-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return ProgramCache(directory)

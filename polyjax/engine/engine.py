@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 
+from polyjax.compiler.worker import CompilerProcess
 from polyjax.core.errors import RequestError
 from polyjax.core.mesh import MeshPlan
 from polyjax.engine import build
+from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
 from polyjax.engine.compile_watch import CompileWatch
+from polyjax.engine.install import Installer
 from polyjax.engine.launcher import Launcher, RunningStep
 from polyjax.engine.pages import PageAllocator
 from polyjax.engine.phases import PhaseClock
@@ -27,7 +30,10 @@ from polyjax.engine.types import (
     Request,
     RequestOutput,
 )
+from polyjax.engine.warm import warm
 from polyjax.io.files import Progress, no_progress, open_model
+
+IDLE_WAIT_S = 0.02  # how long a step without rows waits for the compiler process
 
 log = logging.getLogger("polyjax.engine")
 
@@ -56,9 +62,15 @@ class Engine:
         plan = build.initial_plan(config, sizing, mesh_plan, device)
         ladder = build.engine_ladder(config, sizing, plan, device)
         self.source = build.ProgramSource(sizing.spec, self.mesh, build.open_cache(config))
-        self.programs = ProgramTable(
-            self.source.build(plan, ladder, progress), config.resident_plans
-        )
+        compiler = CompilerProcess(self.source.cache)
+        if device.platform != "cpu":
+            compiler.start()  # now: its device context would cost running streams a step
+        first = self.source.build(plan, ladder, progress)
+        self.programs = ProgramTable(first, config.resident_plans)
+        calls = build.platform_defaults(device.platform).warm_calls
+        for program in first.programs.values():
+            warm(program, self.state, calls)
+        self.installer = Installer(self.source, self.state, self.programs, compiler, calls)
         self.scheduler = self._make_scheduler(sizing, model)
         self.phases = PhaseClock()
         max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
@@ -77,7 +89,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.installer.active or bool(self.programs.pending)
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and commits the one before it while this one runs."""
@@ -124,6 +136,7 @@ class Engine:
 
     def _end_step(self, batch: ScheduledStep | None) -> list[RequestOutput]:
         self.phases.end_step()
+        self.installer.advance(self.step_number, 0.0 if self.scheduler.has_work else IDLE_WAIT_S)
         self.step_number += 1
         self._last_step_s = time.monotonic()
         self._iteration_tokens = batch.num_tokens if batch else 0
@@ -145,6 +158,7 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def close(self) -> None:
+        self.installer.close()
         self.in_flight = None
 
     def _check_token_ids(self, request: Request) -> None:
@@ -167,7 +181,7 @@ class Engine:
     # -- what it tells -----------------------------------------------------------------------
 
     def admin(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
-        raise RequestError(f"no admin command {command!r}", status=404)
+        return run_command(self, command, payload)
 
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters

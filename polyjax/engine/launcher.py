@@ -128,7 +128,7 @@ class Launcher:
         return RunningLaunch(launch, tokens, scores, prompt_scores, targets)
 
     def _forward(self, launch: Launch, flat: Int32Array, programs: PlanPrograms) -> Any:
-        """Returns (tokens if sampled already, last hidden [B,D], of a prefill all hidden [B*T,D])."""
+        """Returns (tokens if sampled, last hidden [B,D], a prefill's hidden states [B*T,D])."""
         state, bucket = self._state, launch.bucket
         if not launch.decode:
             program = programs[ProgramKey(Kind.PREFILL, bucket)]

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from polyjax.compiler.program import head_indices
 from polyjax.compiler.sampling import SamplingState
-from polyjax.compiler.state import StateSpec, abstract_model, state_avals
-from polyjax.core.mesh import ONE_DEVICE, MeshPlan
+from polyjax.compiler.state import StateSpec, head_indices, state_avals
+from polyjax.core.mesh import MeshPlan
 
 
 class DeviceState:
@@ -28,8 +27,7 @@ class DeviceState:
         avals = state_avals(spec, mesh_plan, mesh)
         self.spec = spec
         self.params = params
-        indices = head_indices(abstract_model(spec, ONE_DEVICE), avals.params)
-        self.head = tuple(params[index] for index in indices)
+        self.head = tuple(params[index] for index in head_indices(spec))
         dynamic = (avals.kv, avals.last_tokens, avals.sampling)
         # Compiled before serving: making new pools after a failure must not compile anything.
         self._zeros = (

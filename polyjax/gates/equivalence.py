@@ -1,0 +1,305 @@
+"""The equivalence gate: a candidate program computes what the program in force computes.
+
+Both run on the live state, on scratch pages and the sink slot only, with the same random inputs;
+results and written pages are compared with chex within a bound that is derived, not picked.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import chex
+import jax
+import numpy as np
+
+from polyjax.compiler.program import DECODES, SAMPLERS, Kind, ProgramKey, StepProgram
+from polyjax.compiler.sampling import MAX_TOP_LOGPROBS
+from polyjax.compiler.state import StateSpec
+from polyjax.core.arrays import reduction_bound, unit_roundoff
+from polyjax.core.batch_layout import BatchLayout
+from polyjax.core.buckets import Bucket
+from polyjax.gates.scratch import ScratchSpace
+from polyjax.gates.verdict import Verdict
+
+GATE = "equivalence"
+_ROUNDINGS_PER_LAYER = 10  # ops of a layer whose result is rounded to the model's dtype
+_SIGMAS = 6.0
+
+Programs = Mapping[ProgramKey, StepProgram]
+
+
+class LiveState(Protocol):
+    """The device state of an engine; programs that take parts of it donated hand new ones back."""
+
+    params: tuple[jax.Array, ...]
+    head: tuple[jax.Array, ...]
+    kv: tuple[jax.Array, ...]
+    last_tokens: jax.Array
+    sampling: Any
+
+
+def forward_bound(spec: StateSpec) -> float:
+    """Relative error two correct forward programs may differ by, against the largest element.
+
+    Every layer rounds its intermediate results to the dtype and sums over at most 16 * D terms.
+    These errors are independent between ops, so they add like sqrt(number of ops); six standard
+    deviations of that (Higham and Mary 2019, A new approach to probabilistic rounding error
+    analysis, theorem 2.4), twice because both programs err.
+    """
+    ops = spec.config.num_layers * _ROUNDINGS_PER_LAYER + 1
+    one = reduction_bound(spec.dtype, 16 * spec.config.embed_dim)
+    return 2.0 * min(_SIGMAS * math.sqrt(ops), ops) * one
+
+
+def head_bound(spec: StateSpec) -> float:
+    """The same for the head alone, whose input both programs share: two roundings and a sum."""
+    return 2.0 * (reduction_bound("float32", spec.config.embed_dim) + 2 * unit_roundoff(spec.dtype))
+
+
+class EquivalenceGate:
+    """Compares candidates with the programs in force, on the state of one engine.
+
+    `programs` are those in force; a candidate of another bucket is compared with the smallest one
+    of theirs that its inputs fit into.
+    """
+
+    def __init__(self, spec: StateSpec, state: LiveState, programs: Programs, seed: int = 0):
+        self.spec = spec
+        self._state = state
+        self._programs = programs
+        self._space = ScratchSpace(spec)
+        self._rng = np.random.default_rng(seed)
+        self._filled = False
+
+    def check(self, candidate: StepProgram) -> Verdict:
+        """Runs candidate and reference once each. Never raises for a candidate that is wrong."""
+        started = time.perf_counter()
+        evidence: dict[str, Any] = {"program": str(candidate.key)}
+        try:
+            reference = self._reference(candidate.key)
+            evidence["reference"] = str(reference.key)
+            self._comparison(candidate.key.kind)(candidate, reference, evidence)
+            reason = ""
+        except AssertionError as error:
+            reason = f"{candidate.key}: {_first_lines(error)}"
+        return Verdict(GATE, not reason, reason, evidence, time.perf_counter() - started)
+
+    def _reference(self, key: ProgramKey) -> StepProgram:
+        same = self._programs.get(key)
+        if same is not None:
+            return same
+        mine = key.bucket
+        fitting = [
+            (k.bucket.tokens * k.bucket.sequences, k.bucket.pages, k)
+            for k in self._programs
+            if k.kind is key.kind
+            and k.bucket.tokens >= mine.tokens
+            and k.bucket.sequences >= mine.sequences
+            and k.bucket.pages >= mine.pages
+        ]
+        if not fitting:
+            raise AssertionError("no program in force is large enough to compare with")
+        return self._programs[min(fitting)[2]]
+
+    def _comparison(self, kind: Kind) -> Callable[[StepProgram, StepProgram, dict[str, Any]], None]:
+        if kind is Kind.PREFILL or kind in DECODES:
+            return self._compare_forward
+        if kind in SAMPLERS:
+            return self._compare_sampler
+        if kind is Kind.SCORE:
+            return self._compare_score
+        return self._compare_exactly
+
+    # -- forward programs --------------------------------------------------------------------
+
+    def _compare_forward(
+        self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
+    ) -> None:
+        self._fill_scratch()
+        bucket = _smaller(candidate.key.bucket, reference.key.bucket)
+        rows = self._space.rows(bucket, self._rng, candidate.key.kind is Kind.DECODE_GUMBEL)
+        count = len(rows.tokens)
+        wanted, wanted_pages = self._run(reference, self._space.pack(rows, reference.key.bucket))
+        found, found_pages = self._run(candidate, self._space.pack(rows, candidate.key.bucket))
+        bound = forward_bound(self.spec)
+        evidence |= {"rows": count, "bound": bound}
+        ours, theirs = found[-1][:count], wanted[-1][:count]
+        evidence["hidden_error"] = relative_error(ours, theirs)
+        assert_close(ours, theirs, bound, "last hidden state")
+        errors = [relative_error(a, b) for a, b in zip(found_pages, wanted_pages, strict=True)]
+        evidence["kv_error"] = max(errors)
+        for layer, (a, b) in enumerate(zip(found_pages, wanted_pages, strict=True)):
+            assert_close(a, b, bound, f"KV pages of layer {layer}")
+        if candidate.key.kind in DECODES:
+            tokens, expected = found[0][:count], wanted[0][:count]
+            if candidate.key.kind is Kind.DECODE_GREEDY:
+                self._assert_best(tokens, ours, evidence)
+            else:
+                moved = evidence["hidden_error"] + head_bound(self.spec)
+                self._assert_few_differ(tokens, expected, moved, evidence)
+
+    def _run(self, program: StepProgram, flat: np.ndarray) -> tuple[list[np.ndarray], list[Any]]:
+        """Host copies of (tokens of a decode, last hidden [B,D]) and of the scratch pages after."""
+        state = self._state
+        outputs: list[np.ndarray]
+        if program.key.kind is Kind.PREFILL:
+            state.kv, hidden, _ = program(state.params, state.kv, state.last_tokens, flat)
+            outputs = [_float32(hidden)]
+        else:
+            state.kv, state.last_tokens, tokens, hidden = program(
+                state.params, state.kv, state.last_tokens, flat
+            )
+            outputs = [np.asarray(tokens), _float32(hidden)]
+        read = self._programs[ProgramKey(Kind.READ_SCRATCH)]
+        return outputs, [_float32(pages) for pages in read(state.kv)]
+
+    def _fill_scratch(self) -> None:
+        """Puts the KV of random tokens into the pages that are read; zeros would hide much."""
+        if self._filled:
+            return
+        prefills = [k for k in self._programs if k.kind is Kind.PREFILL]
+        key = min(prefills, key=lambda k: (k.bucket.sequences, k.bucket.tokens, k.bucket.pages))
+        space = self._space
+        total = min(space.read_tokens, key.bucket.pages * self.spec.page_size)
+        for start in range(0, total, key.bucket.tokens):
+            count = min(key.bucket.tokens, total - start)
+            self._run(self._programs[key], space.fill(start, count, key.bucket, self._rng))
+        self._filled = True
+
+    # -- samplers, scores, the rest ----------------------------------------------------------
+
+    def _compare_sampler(
+        self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
+    ) -> None:
+        count = min(candidate.key.bucket.sequences, reference.key.bucket.sequences)
+        one_token = Bucket(1, count, 1)
+        rows = self._space.rows(one_token, self._rng, candidate.key.kind is not Kind.SAMPLE_GREEDY)
+        hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
+        found = self._sample(candidate, rows, hidden)[: len(rows.tokens)]
+        wanted = self._sample(reference, rows, hidden)[: len(rows.tokens)]
+        evidence["rows"] = count
+        if candidate.key.kind is Kind.SAMPLE_GREEDY:
+            self._assert_best(found, hidden[: len(found)], evidence)
+        else:
+            self._assert_few_differ(found, wanted, head_bound(self.spec), evidence)
+
+    def _sample(self, program: StepProgram, rows: Any, hidden: np.ndarray) -> np.ndarray:
+        state, size = self._state, program.key.bucket.sequences
+        layout = BatchLayout(Bucket(1, size, 1), len(self._space.groups))
+        flat = self._space.pack(rows, layout.bucket)[: layout.sampler_size]
+        padded = np.zeros((size, hidden.shape[1]), np.dtype(self.spec.dtype))
+        padded[: len(hidden)] = hidden
+        if program.key.kind is not Kind.SAMPLE_FULL:
+            state.last_tokens, tokens = program(state.head, state.last_tokens, padded, flat)
+            return np.asarray(tokens)
+        mask = np.full((size, self.spec.mask_words), -1, np.int32)
+        state.last_tokens, state.sampling, tokens = program(
+            state.head, state.last_tokens, state.sampling, padded, flat, mask
+        )
+        return np.asarray(tokens)
+
+    def _compare_score(
+        self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
+    ) -> None:
+        count = min(candidate.key.bucket.tokens, reference.key.bucket.tokens)
+        hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
+        targets = self._rng.integers(0, self.spec.config.vocab_size, count)
+        found, wanted = (
+            self._score(program, hidden, targets)[:count] for program in (candidate, reference)
+        )
+        bound = head_bound(self.spec)
+        evidence |= {"rows": count, "bound": bound, "score_error": relative_error(found, wanted)}
+        assert_close(found, wanted, bound, "log-probabilities")
+
+    def _score(self, program: StepProgram, hidden: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        rows = program.key.bucket.tokens
+        padded = np.zeros((rows, hidden.shape[1]), np.dtype(self.spec.dtype))
+        padded[: len(hidden)] = hidden
+        ids = np.zeros(rows, np.int32)
+        ids[: len(targets)] = targets
+        scores = np.asarray(program(self._state.head, padded, ids)).view(np.float32)
+        known = min(MAX_TOP_LOGPROBS, self.spec.config.vocab_size)
+        return scores[:, [0, *range(2 + MAX_TOP_LOGPROBS, 2 + MAX_TOP_LOGPROBS + known)]]
+
+    def _compare_exactly(
+        self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
+    ) -> None:
+        """Programs that only move data must agree to the bit."""
+        if candidate.key.kind is Kind.READ_SCRATCH:
+            found, wanted = candidate(self._state.kv), reference(self._state.kv)
+            chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(wanted))
+            return
+        slot = np.int32(self.spec.num_slots)
+        row = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), self._state.sampling)
+        self._state.sampling = reference(self._state.sampling, slot, row)
+        wanted = jax.device_get(self._state.sampling)
+        self._state.sampling = candidate(self._state.sampling, slot, row)
+        chex.assert_trees_all_equal(jax.device_get(self._state.sampling), wanted)
+
+    def _assert_best(
+        self, tokens: np.ndarray, hidden: np.ndarray, evidence: dict[str, Any]
+    ) -> None:
+        """Greedy tokens must be the best by the reference's own scores, or tie with it."""
+        sizes = [k.bucket.tokens for k in self._programs if k.kind is Kind.SCORE]
+        rows = min(size for size in sizes if size >= len(tokens))
+        score = self._programs[ProgramKey(Kind.SCORE, Bucket(rows, 1, 0))]
+        found = self._score(score, hidden, tokens)[: len(tokens)]
+        bound = head_bound(self.spec)
+        gap = float(np.max(found[:, 1] - found[:, 0]))
+        evidence |= {"token_gap": gap, "token_bound": bound}
+        chex.assert_scalar_in(gap, 0.0, bound * float(np.max(np.abs(found))))
+
+    def _assert_few_differ(
+        self, found: np.ndarray, wanted: np.ndarray, moved: float, evidence: dict[str, Any]
+    ) -> None:
+        """Sampled tokens may differ only where two of them were nearly equal.
+
+        With Gumbel noise the best two candidates lie less than g apart with a probability of at
+        most g (their distance is at least an exponential variable of mean 1). Logits moved by
+        `moved`, relative to a size of about log(vocabulary), so the number of such rows is about
+        Poisson; more than the number allowed here happens once in a million.
+        """
+        differing = int(np.sum(found != wanted))
+        expected = len(found) * moved * 2.0 * math.log(self.spec.config.vocab_size)
+        allowed, term = 0, math.exp(-expected)
+        tail = 1.0 - term
+        while tail > 1e-6:
+            allowed += 1
+            term *= expected / allowed
+            tail -= term
+        evidence |= {"differing_tokens": differing, "allowed_tokens": allowed}
+        chex.assert_scalar_in(differing, 0, allowed)
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference over the largest magnitude; NaN counts as infinite."""
+    scale = float(np.max(np.abs(wanted), initial=0.0)) or 1.0
+    error = float(np.max(np.abs(found - wanted), initial=0.0)) / scale
+    return error if math.isfinite(error) else math.inf
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray, bound: float, what: str) -> None:
+    """Raises AssertionError unless both are finite and within `bound` of the largest element."""
+    chex.assert_equal_shape([found, wanted])
+    chex.assert_tree_all_finite(found)
+    chex.assert_tree_all_finite(wanted)
+    scale = float(np.max(np.abs(wanted), initial=0.0)) or 1.0
+    try:
+        chex.assert_trees_all_close(found / scale, wanted / scale, rtol=0.0, atol=bound)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {_first_lines(error)}") from error
+
+
+def _smaller(a: Bucket, b: Bucket) -> Bucket:
+    return Bucket(min(a.tokens, b.tokens), min(a.sequences, b.sequences), min(a.pages, b.pages))
+
+
+def _float32(array: Any) -> np.ndarray:
+    return np.asarray(array).astype(np.float32)
+
+
+def _first_lines(error: AssertionError) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:12] if line.strip())[:600]
