@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyjax.core.errors import ScheduleError
-from polyjax.core.op import ChipLike, Op, Schedule, Workload, Writes
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Op, Schedule, Workload, Writes
 
 WARPGROUP_THREADS = 128
 MMA_ROWS = 64  # rows of A in one wgmma: m64nNk16 (PTX ISA, wgmma.mma_async)
@@ -94,10 +95,10 @@ class MosaicGpuKernel:
     def supports(self, workload: Workload) -> str | None:
         raise NotImplementedError
 
-    def space(self, workload: Workload, chip: ChipLike) -> Iterator[Any]:
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[Any]:
         raise NotImplementedError
 
-    def default(self, workload: Workload, chip: ChipLike) -> Any:
+    def default(self, workload: Workload, chip: ChipSpec) -> Any:
         raise NotImplementedError
 
     def shared_memory_bytes(self, workload: Workload, schedule: Any) -> int:
@@ -110,7 +111,7 @@ class MosaicGpuKernel:
     def writes(self, workload: Workload, schedule: Any) -> Iterator[Writes]:
         raise NotImplementedError
 
-    def illegal(self, workload: Workload, schedule: Any, chip: ChipLike) -> str | None:
+    def illegal(self, workload: Workload, schedule: Any, chip: ChipSpec) -> str | None:
         """Kernel-specific rules: None, or the reason the schedule cannot work."""
         return None
 
@@ -121,7 +122,7 @@ class MosaicGpuKernel:
     def build(self, workload: Workload, schedule: Any) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def check(self, workload: Workload, schedule: Any, chip: ChipLike) -> None:
+    def check(self, workload: Workload, schedule: Any, chip: ChipSpec) -> None:
         """Raises ScheduleError with the first reason found, cheapest checks first."""
         missing = sorted(self.requires - chip.features)
         if missing:

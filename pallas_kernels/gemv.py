@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.base import REGISTERS_PER_THREAD, WARPGROUP_THREADS, f32
-from polyjax.core.op import ChipLike, Schedule
+from pallas_kernels.base import (
+    REGISTERS_PER_THREAD,
+    WARPGROUP_THREADS,
+    MosaicGpuKernel,
+    f32,
+)
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Schedule, Workload, Writes
 
 MAX_ROWS = 4  # activation rows; more spill registers before they pay
 REDUCTION_SCRATCH_BYTES = 2048
@@ -49,7 +55,11 @@ class Gemv:
         """Elements a lane loads at once: 16 bytes of bfloat16 where the step is long enough."""
         return min(8, self.schedule.tile_k // WARPGROUP_THREADS)
 
-    def illegal(self, chip: ChipLike) -> str | None:
+    def first_output(self, block: Any) -> Any:
+        """First output of a block: the write map and the body's stores."""
+        return block * self.schedule.rows
+
+    def illegal(self, chip: ChipSpec) -> str | None:
         s = self.schedule
         if s.tile_k % (2 * WARPGROUP_THREADS):
             return f"tile_k={s.tile_k} is no multiple of {2 * WARPGROUP_THREADS}"
@@ -76,10 +86,12 @@ class Gemv:
         weight_row: Callable[[int, Any], Any],
         norm_g: Any = None,
         eps: float = 0.0,
-    ) -> list[list[list[jax.Array]]]:
-        """Returns the scalar sums [activation][group][row] of this block.
+        early: Callable[[], Any] = lambda: None,
+    ) -> tuple[list[list[list[jax.Array]]], Any]:
+        """Returns the scalar sums [activation][group][row] of this block, and `early()`'s result.
 
-        `weight_row(group, row)` is the [depth] reference of a weight row; `row` counts from 0 in the block.
+        `weight_row(group, row)` is the [depth] reference of a weight row; `row` counts from 0 in
+        the block. `early` runs before the products, once the previous kernel's results may be read.
         """
         s = self.schedule
         layout = plgpu.Layout.WG_STRIDED((s.tile_k,), self.vector)
@@ -109,6 +121,7 @@ class Gemv:
         if s.dependent_launch:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
+        loaded = early()
         steps = self.depth // s.tile_k
         if s.lookahead:
 
@@ -122,7 +135,7 @@ class Gemv:
         else:
             state = multiply(first, 0, state)
             state = jax.lax.fori_loop(1, steps, lambda k, st: multiply(weights(k), k, st), state)
-        return self._reduce(state, eps)
+        return self._reduce(state, eps), loaded
 
     def _reduce(self, state: Any, eps: float) -> list[list[list[jax.Array]]]:
         sums, squares = state
@@ -140,25 +153,65 @@ class Gemv:
         return dict(grid=(self.outputs // self.schedule.rows,), grid_names=("block",), compiler_params=params)
 
 
-def gemv_space(chip: ChipLike) -> Iterator[GemvSchedule]:
-    for rows in (1, 2, 4, 8, 16):
-        for tile_k in (256, 512, 1024, 2048, 4096):
-            for lookahead in (0, 1):
-                for dependent in (False, True):
-                    yield GemvSchedule(rows, tile_k, lookahead, dependent)
+@dataclasses.dataclass(frozen=True)
+class GemvKernel(MosaicGpuKernel):
+    """A kernel whose body is `Gemv.run`. A subclass gives `gemv`, `outputs` and `build`."""
 
+    requires: frozenset[str] = frozenset({"bf16"})
+    schedule_type: ClassVar[type[GemvSchedule]] = GemvSchedule
 
-def gemv_default(gemv: Gemv, chip: ChipLike) -> GemvSchedule:
-    """The schedule with the most bytes in flight a thread whose grid still fills the chip twice."""
-    legal = [
-        s
-        for s in gemv_space(chip)
-        if not s.dependent_launch and dataclasses.replace(gemv, schedule=s).illegal(chip) is None
-    ]
+    def gemv(self, workload: Workload, schedule: GemvSchedule) -> Gemv:
+        """The geometry of the product."""
+        raise NotImplementedError
 
-    def preference(s: GemvSchedule) -> tuple[bool, int, int]:
-        blocks = gemv.outputs // s.rows
-        in_flight = s.rows * gemv.groups * s.tile_k * (1 + s.lookahead)
-        return blocks >= 2 * chip.num_sms, -abs(in_flight - 4096), s.tile_k
+    def supports(self, workload: Workload) -> str | None:
+        gemv = self.gemv(workload, GemvSchedule())
+        if workload.dtype("x") != jnp.bfloat16 or workload.dtype("w") != jnp.bfloat16:
+            return "x and w must be bfloat16"
+        if gemv.activations > MAX_ROWS:
+            return f"M={gemv.activations} exceeds {MAX_ROWS} rows"
+        return None if gemv.depth % 256 == 0 else f"K={gemv.depth} is no multiple of 256"
 
-    return max(legal, key=preference)
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[GemvSchedule]:
+        for rows in (1, 2, 4, 8, 16):
+            for tile_k in (256, 512, 1024, 2048, 4096):
+                for lookahead in (0, 1):
+                    for dependent in (False, True):
+                        yield GemvSchedule(rows, tile_k, lookahead, dependent)
+
+    def default(self, workload: Workload, chip: ChipSpec) -> GemvSchedule:
+        """About 128 bytes in flight a lane, in a grid that fills the chip at least twice.
+
+        Measured on an H200: 8 rows of 1024 columns for long reductions, 4 for short ones.
+        """
+        gemv = self.gemv(workload, GemvSchedule())
+        legal = [
+            s
+            for s in self.space(workload, chip)
+            if not (s.dependent_launch or s.lookahead or self.illegal(workload, s, chip))
+        ]
+        if not legal:  # `check` names the reason
+            return GemvSchedule(1, 256)
+
+        def preference(s: GemvSchedule) -> tuple[Any, ...]:
+            fills = gemv.outputs // s.rows >= 2 * chip.num_sms
+            in_flight = s.rows * gemv.groups * s.tile_k
+            target = 8192 if gemv.depth > 4096 else 4096
+            return fills, -abs(in_flight - target), -abs(s.tile_k - 1024)
+
+        return max(legal, key=preference)
+
+    def illegal(self, workload: Workload, schedule: GemvSchedule, chip: ChipSpec) -> str | None:
+        return self.gemv(workload, schedule).illegal(chip)
+
+    def shared_memory_bytes(self, workload: Workload, schedule: GemvSchedule) -> int:
+        return REDUCTION_SCRATCH_BYTES
+
+    def plain(self, schedule: GemvSchedule) -> GemvSchedule:
+        return dataclasses.replace(schedule, dependent_launch=False)
+
+    def writes(self, workload: Workload, schedule: GemvSchedule) -> Iterator[Writes]:
+        gemv = self.gemv(workload, schedule)
+        for block in range(gemv.outputs // schedule.rows):
+            start = (0, gemv.first_output(block))
+            yield Writes(0, start, (gemv.activations, schedule.rows))

@@ -6,15 +6,15 @@ of wgmma and the activations its N operand (M padded to 8). Blocks are persisten
 `split_k` > 1 the blocks of one cluster share a tile, each with its part of K; partial sums travel
 through distributed shared memory to the first block of the cluster, which adds them in fixed order.
 
-Activations are either resident (loaded once per block, RMSNorm applied on the way) or streamed beside
-the weights. `Stream.run` is the skeleton; an op gives it `load` (which weight rows belong to a tile)
+Activations are either resident (loaded once per block) or streamed beside the weights; RMSNorm
+multiplies them by its weight in shared memory and scales the sums by 1/rms. `Stream.run` is the skeleton; an op gives it `load` (which weight rows belong to a tile)
 and `epilogue` (what becomes of the sums).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,12 +27,12 @@ from pallas_kernels.base import (
     MMA_ROWS,
     REGISTERS_PER_THREAD,
     SWIZZLE_BYTES,
-    WARPGROUP_THREADS,
     f32,
     round_up,
     shared_array_bytes,
 )
-from polyjax.core.op import ChipLike, Schedule
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Schedule
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # 16-bit elements
 SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
@@ -100,7 +100,7 @@ class Stream:
         """Partial-sum buffers: two where a cluster works on more than one tile."""
         return 2 if self.tiles > self.schedule.blocks else 1
 
-    def illegal(self, chip: ChipLike) -> str | None:
+    def illegal(self, chip: ChipSpec) -> str | None:
         s = self.schedule
         if self.depth % (s.split_k * s.tile_k):
             return f"K={self.depth} is no multiple of split_k x tile_k = {s.split_k * s.tile_k}"
@@ -112,8 +112,8 @@ class Stream:
             return f"split_k={s.split_k} exceeds the portable cluster size 8"
         if self.columns > 256:
             return f"{self.rows} activation rows exceed wgmma's N limit of 256"
-        if self.normalised and not s.resident:
-            return "RMSNorm is applied to resident activations; resident=False streams them raw"
+        if self.normalised and not s.resident and s.split_k > 1:
+            return "streamed activations are normalised by one block: split_k must be 1"
         if not 1 <= s.blocks <= self.tiles:
             return f"blocks={s.blocks} is not between 1 and the {self.tiles} tiles"
         if s.stages < 2 or s.stages > self.block_steps * -(-self.tiles // s.blocks):
@@ -157,6 +157,7 @@ class Stream:
                 types["part_free"] = plgpu.ClusterBarrier(
                     collective_axes=("split",), num_barriers=self.part_slots
                 )
+                types["all_done"] = plgpu.ClusterBarrier(collective_axes=("split",))
             if self.normalised:
                 types["square_s"] = plgpu.SMEM((self.cluster - 1, MMA_ROWS, self.columns), f32)
                 types["square_ready"] = plgpu.Barrier(num_arrivals=self.cluster - 1)
@@ -181,14 +182,17 @@ class Stream:
         norm_g: Any = None,
         eps: float = 0.0,
         before_tile: Callable[[Any], None] | None = None,
+        after_wait: Callable[[], None] | None = None,
     ) -> None:
         """The kernel body.
 
         `load(tile, k, destination, barrier)` copies weights [groups, 64, tile_k] from column k;
         `epilogue(tile, sums)` gets `groups` arrays [64, columns] f32 in accumulator layout;
         `before_tile(tile)` may start loads that the epilogue needs. Both run in one block per tile.
+        `after_wait()` runs once, when the previous kernel's results may be read.
         """
-        _StreamBody(self, x_g, load, epilogue, scratch, norm_g, eps, before_tile).run()
+        body = _StreamBody(self, x_g, load, epilogue, scratch, norm_g, eps, before_tile, after_wait)
+        body.run()
 
 
 REDUCTION_SCRATCH_BYTES = 2048
@@ -206,6 +210,7 @@ class _StreamBody:
     norm_g: Any
     eps: float
     before_tile: Callable[[Any], None] | None
+    after_wait: Callable[[], None] | None
 
     def run(self) -> None:
         s, schedule = self.stream, self.stream.schedule
@@ -219,14 +224,20 @@ class _StreamBody:
         if schedule.dependent_launch:  # weights do not depend on the kernel before, activations do
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
+        if self.after_wait is not None:
+            self.after_wait()
+        scale = None
         if schedule.resident:
             scale = self.load_activations()
         else:
-            scale = None
             for step in range(schedule.stages):
                 pl.when(step < self.total_steps)(lambda step=step: self.fetch_activations(jnp.int32(step)))
         jax.lax.fori_loop(0, my_tiles, lambda i, _: self.tile(i, scale), None)
         plgpu.wait_smem_to_gmem(0)
+        if "all_done" in self.scratch:
+            # A block must not end while another may still arrive on a barrier in its shared memory.
+            plgpu.barrier_arrive(self.scratch["all_done"])
+            plgpu.barrier_wait(self.scratch["all_done"])
 
     def column(self, step: Any) -> Any:
         """First weight column of pipeline step `step` of a tile."""
@@ -257,7 +268,7 @@ class _StreamBody:
         if self.norm_g is None:
             return None
         squares = jax.lax.fori_loop(
-            0, s.block_steps, self.weigh_chunk, plgpu.layout_cast(jnp.zeros((s.columns,), f32), PER_COLUMN)
+            0, s.block_steps, lambda j, total: self.weigh_chunk(j, j, total), self.no_squares()
         )
         plgpu.commit_smem()
         squares = jax.lax.broadcast_in_dim(squares, (MMA_ROWS, s.columns), (1,))
@@ -265,10 +276,13 @@ class _StreamBody:
             squares = self.gather_squares(squares)
         return jax.lax.rsqrt(squares / s.depth + self.eps)
 
-    def weigh_chunk(self, step: Any, squares: jax.Array) -> jax.Array:
+    def no_squares(self) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros((self.stream.columns,), f32), PER_COLUMN)
+
+    def weigh_chunk(self, step: Any, slot: Any, squares: jax.Array) -> jax.Array:
         """Multiplies one chunk of x by the norm's weight in place; adds its squares per row."""
         s = self.stream
-        chunk = self.scratch["x_s"].at[step].T
+        chunk = self.scratch["x_s"].at[slot].T
         x = plgpu.load(chunk, layout=ACCUMULATOR, optimized=False).astype(f32)
         source = self.norm_g.at[pl.ds(self.column(step), s.schedule.tile_k)]
         weight = plgpu.load(source, layout=PER_ROW, optimized=False).astype(f32)
@@ -302,25 +316,31 @@ class _StreamBody:
         tile = self.block + i * s.schedule.blocks
         if self.before_tile is not None:
             pl.when(self.leads)(lambda: self.before_tile(tile))
-        sums: list[jax.Array] | None = None
-        for split in range(s.splits_per_block):
-            part = self.products(i * s.block_steps + split * s.steps)
-            sums = part if sums is None else [a + b for a, b in zip(sums, part, strict=True)]
-        assert sums is not None
+        sums, squares = self.products(i * s.block_steps)
+        for split in range(1, s.splits_per_block):
+            part, _ = self.products(i * s.block_steps + split * s.steps)
+            sums = [a + b for a, b in zip(sums, part, strict=True)]
+        if squares is not None:
+            squares = jax.lax.broadcast_in_dim(squares, (MMA_ROWS, s.columns), (1,))
+            scale = jax.lax.rsqrt(squares / s.depth + self.eps)
         if s.cluster == 1:
             self.finish(tile, sums, scale)
         else:
             self.reduce_in_cluster(i, tile, sums, scale)
 
-    def products(self, first: Any) -> list[jax.Array]:
-        """Sums over the steps of one split, starting at the block's step `first`."""
+    def products(self, first: Any) -> tuple[list[jax.Array], jax.Array | None]:
+        """Sums over the steps of one split from the block's step `first`; squares of streamed x."""
         s, schedule, scratch = self.stream, self.stream.schedule, self.scratch
+        weigh = self.norm_g is not None and not schedule.resident
 
-        def scoped(*sums: Any) -> tuple[jax.Array, ...]:
-            def advance(k: Any, _: Any) -> None:
+        def scoped(*sums: Any) -> tuple[tuple[jax.Array, ...], Any]:
+            def advance(k: Any, squares: Any) -> Any:
                 step = first + k
                 slot = jax.lax.rem(step, schedule.stages)
                 plgpu.barrier_wait(scratch["ring"].at[slot])
+                if weigh:
+                    squares = self.weigh_chunk(jax.lax.rem(step, s.block_steps), slot, squares)
+                    plgpu.commit_smem()
                 x_slot = jax.lax.rem(step, s.block_steps) if schedule.resident else slot
                 for group, total in enumerate(sums):
                     plgpu.wgmma(total, scratch["w_s"].at[slot, group], scratch["x_s"].at[x_slot].T)
@@ -332,11 +352,15 @@ class _StreamBody:
                     if not schedule.resident:
                         self.fetch_activations(step + schedule.stages)
 
-            jax.lax.fori_loop(0, s.steps, advance, None)
-            return tuple(total[...] for total in sums)
+                return squares
+
+            start = self.no_squares() if weigh else None
+            squares = jax.lax.fori_loop(0, s.steps, advance, start)
+            return tuple(total[...] for total in sums), squares
 
         accumulator = plgpu.ACC((MMA_ROWS, s.columns), f32)
-        return list(pl.run_scoped(scoped, *[accumulator] * s.groups))
+        sums, squares = pl.run_scoped(scoped, *[accumulator] * s.groups)
+        return list(sums), squares
 
     def reduce_in_cluster(self, i: Any, tile: Any, sums: list[jax.Array], scale: jax.Array | None) -> None:
         """Adds the blocks' partial sums in the order of their splits, in the cluster's first block."""
@@ -394,45 +418,3 @@ def store_transposed(value: jax.Array, staging_s: Any) -> None:
 def load_staged(staging_s: Any) -> jax.Array:
     """[columns, 64] staging as float32 [64, columns] in accumulator layout."""
     return plgpu.load(staging_s.T, layout=ACCUMULATOR, optimized=False).astype(f32)
-
-
-def stream_space(
-    rows: int, groups: int, tiles: int, depth: int, normalised: bool, chip: ChipLike
-) -> Iterator[StreamSchedule]:
-    """The grid of knobs, legal or not. Block counts: one per tile, or as many as fill the chip once or twice."""
-    for tile_k in (64, 128, 256):
-        for stages in (3, 4, 6, 8, 12):
-            for split_k in (1, 2, 4, 8):
-                once = chip.num_sms // split_k // 2 * 2 or 1
-                for blocks in dict.fromkeys(min(tiles, n) for n in (tiles, once, 2 * once, 3 * once)):
-                    for resident in (True, False) if not normalised else (True,):
-                        for dependent in (False, True):
-                            yield StreamSchedule(
-                                tile_k, stages, split_k, blocks, resident, "cluster", dependent
-                            )
-
-
-def stream_default(
-    rows: int, groups: int, tiles: int, depth: int, normalised: bool, chip: ChipLike, weight_copies: int = 1
-) -> StreamSchedule:
-    """Splits K until every SM has work, keeps x resident where it fits, and fills shared memory.
-
-    Raises StopIteration never: falls back to the smallest ring, which `check` then judges.
-    """
-    best: StreamSchedule | None = None
-    for tile_k in (256, 128, 64):
-        for split_k in (1, 2, 4, 8):
-            blocks = min(tiles, chip.num_sms // split_k // 2 * 2 or 1)
-            for resident in (True, False):
-                for stages in (8, 6, 4, 3, 2):
-                    schedule = StreamSchedule(tile_k, stages, split_k, blocks, resident)
-                    stream = Stream(rows, groups, tiles, depth, schedule, normalised, weight_copies)
-                    if stream.illegal(chip) or stream.shared_memory_bytes() > chip.shared_memory_bytes:
-                        continue
-                    best = best or schedule
-                    if blocks * split_k * 2 > chip.num_sms:  # more than half of the SMs stream
-                        return schedule
-    return best or StreamSchedule(64, 2, 1, min(tiles, chip.num_sms))
-
-
-assert WARPGROUP_THREADS == 128  # one warpgroup a block: `num_threads` of plgpu.kernel stays 1

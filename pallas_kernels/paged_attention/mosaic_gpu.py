@@ -36,7 +36,8 @@ from pallas_kernels.weight_stream import (
     SWIZZLED_F32,
     store_transposed,
 )
-from polyjax.core.op import ChipLike, Schedule, Workload, Writes
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Schedule, Workload, Writes
 from polyjax.core.ops import PAGED_ATTENTION
 
 REDUCTION_SCRATCH_BYTES = 2048
@@ -131,14 +132,14 @@ class PagedDecodeAttention(MosaicGpuKernel):
             schedule=schedule,
         )
 
-    def space(self, workload: Workload, chip: ChipLike) -> Iterator[AttentionSchedule]:
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[AttentionSchedule]:
         for chunk in (64, 128, 256):
             for stages in (2, 3, 4, 6, 8):
                 for splits in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
                     for dependent in (False, True) if splits > 1 else (False,):
                         yield AttentionSchedule(chunk, stages, splits, dependent)
 
-    def default(self, workload: Workload, chip: ChipLike) -> AttentionSchedule:
+    def default(self, workload: Workload, chip: ChipSpec) -> AttentionSchedule:
         """Enough splits for about two blocks an SM, and a ring that lets two blocks share an SM."""
         blocks = workload["B"] * workload["K"]
         tokens = workload["C"] * workload["Z"]
@@ -147,7 +148,7 @@ class PagedDecodeAttention(MosaicGpuKernel):
         stages = max(2, min(8, (chip.shared_memory_bytes // 2 - 16384) // chunk_bytes))
         return AttentionSchedule(64, stages, wanted)
 
-    def illegal(self, workload: Workload, schedule: AttentionSchedule, chip: ChipLike) -> str | None:
+    def illegal(self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec) -> str | None:
         tokens = workload["C"] * workload["Z"]
         if schedule.chunk not in (64, 128, 256):
             return f"chunk={schedule.chunk} is none of 64, 128, 256 (rows of wgmma, TMA box)"

@@ -1,0 +1,101 @@
+"""Base of the kernels built on a weight stream: their schedule space, default and legality."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from pallas_kernels.base import MosaicGpuKernel
+from pallas_kernels.weight_stream import Stream, StreamSchedule
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Workload
+
+REQUIRES = frozenset({"tma", "wgmma", "cluster", "bf16"})
+STAGED_BYTES = 192 * 1024  # ring size beyond which more stages change nothing (227 KiB a block)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamKernel(MosaicGpuKernel):
+    """A kernel whose body is `Stream.run`. A subclass gives `stream` and what is special to its op."""
+
+    requires: frozenset[str] = REQUIRES
+    schedule_type: ClassVar[type[StreamSchedule]] = StreamSchedule
+    max_split: ClassVar[int] = 8
+
+    def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
+        """The geometry of the product."""
+        raise NotImplementedError
+
+    def extra_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
+        """Shared memory of the epilogue beyond one output and one residual tile."""
+        return 0
+
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[StreamSchedule]:
+        """The grid of knobs. Blocks: one per tile, or as many as fill the chip one to three times."""
+        probe = self.stream(workload, StreamSchedule())
+        for tile_k in (64, 128, 256):
+            for stages in (2, 3, 4, 6, 8, 12):
+                for split_k in (s for s in (1, 2, 4, 8) if s <= self.max_split):
+                    once = max(1, chip.num_sms // split_k // 2 * 2)
+                    counts = (min(probe.tiles, n) for n in (probe.tiles, once, 2 * once, 3 * once))
+                    for blocks in dict.fromkeys(counts):
+                        for resident in (True, False):
+                            for dependent in (False, True):
+                                yield StreamSchedule(
+                                    tile_k, stages, split_k, blocks, resident, "cluster", dependent
+                                )
+
+    def default(self, workload: Workload, chip: ChipSpec) -> StreamSchedule:
+        """Splits K until most SMs have a block, then the deepest ring that fits.
+
+        Measured on an H200: tiles of 256 columns, one tile a block and streamed activations win
+        wherever they are legal; several tiles in one cluster lose (the reduction is exposed).
+        """
+        normalised = self.stream(workload, StreamSchedule()).normalised
+        legal = [s for s in self.space(workload, chip) if self._fits(workload, s, chip)]
+        if not legal:  # `check` names the reason
+            return StreamSchedule(64, 2, 1, 1)
+
+        def preference(s: StreamSchedule) -> tuple[Any, ...]:
+            busy = min(1.0, s.blocks * s.split_k / chip.num_sms)
+            rounds = -(-self.stream(workload, s).tiles // s.blocks)
+            exposed = s.split_k > 1 and rounds > 1
+            repeated = normalised and s.blocks > 3 * chip.num_sms  # every block normalises x
+            ring = min(STAGED_BYTES, s.stages * s.tile_k * 128)
+            small_x = s.resident == (workload["M"] <= 8)
+            return (
+                *(busy > 0.75, not exposed, not repeated, not s.dependent_launch, -s.split_k),
+                *(ring, small_x, s.tile_k),
+            )
+
+        return max(legal, key=preference)
+
+    def _fits(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> bool:
+        if self.illegal(workload, schedule, chip):
+            return False
+        return self.shared_memory_bytes(workload, schedule) <= chip.shared_memory_bytes
+
+    def illegal(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> str | None:
+        if schedule.split_k > self.max_split:
+            return f"split_k={schedule.split_k} exceeds {self.max_split}, the most this kernel splits"
+        return self.stream(workload, schedule).illegal(chip)
+
+    def shared_memory_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
+        stream = self.stream(workload, schedule)
+        return stream.shared_memory_bytes() + self.extra_bytes(workload, schedule)
+
+    def plain(self, schedule: StreamSchedule) -> StreamSchedule:
+        return dataclasses.replace(schedule, reduction="serial", dependent_launch=False)
+
+
+def unsupported(workload: Workload, rows: int, depth: int, *arrays: str) -> str | None:
+    """Why a weight stream cannot take these activations and weights, or None."""
+    for name in arrays:
+        if workload.dtype(name) != jnp.bfloat16:
+            return f"{name} must be bfloat16, not {workload.dtype(name)}"
+    if rows > 256:
+        return f"M={rows} exceeds 256 rows"
+    return None if depth % 64 == 0 else f"the reduction length {depth} is no multiple of 64"
