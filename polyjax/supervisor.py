@@ -76,7 +76,7 @@ class Supervisor:
     async def _serve(self) -> int:
         files = asyncio.create_task(self._open_files())
         serving = asyncio.create_task(
-            self._http.run(asyncio.shield(files), self._on_ready, self._workers_ready.wait())
+            self._http.run(asyncio.shield(files), self._on_ready, self._workers_ready)
         )
         failing = asyncio.create_task(self._start_and_watch(files))
         await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)

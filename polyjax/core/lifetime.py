@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from io import RawIOBase
 from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -25,8 +26,13 @@ def kill_when_parent_ends() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def parent_pipe() -> RawIOBase:
+    """Standard input without a buffer, whose lock would be in the way when the process ends."""
+    return open(0, "rb", buffering=0, closefd=False)
+
+
 def watch_parent(
-    stream: BinaryIO,
+    stream: RawIOBase | BinaryIO,
     on_line: Callable[[bytes], None] = lambda line: None,
     on_orphaned: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
@@ -36,7 +42,7 @@ def watch_parent(
     """
 
     def watch() -> None:
-        for line in iter(stream.readline, b""):
+        while line := stream.readline():
             on_line(line.strip())
         try:
             on_orphaned()

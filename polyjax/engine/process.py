@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from polyjax.core.errors import PolyjaxError, RequestError
-from polyjax.core.lifetime import kill_when_parent_ends, watch_parent
+from polyjax.core.lifetime import kill_when_parent_ends, parent_pipe, watch_parent
 from polyjax.engine import messages
 from polyjax.engine.messages import ToEngine
 from polyjax.engine.scripted import Script, ScriptedEngine
@@ -219,8 +219,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine: %(message)s")
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    watch_parent(sys.stdin.buffer)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # tells of every backend it does not find
+    parent = parent_pipe()
+    launch = msgspec.json.decode(parent.readline(), type=Launch)
+    watch_parent(parent)
     sys.exit(serve(launch))
 
 

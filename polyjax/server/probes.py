@@ -66,7 +66,11 @@ async def metrics(service: Service, scope: Scope, receive: Receive, send: Send) 
 
 
 async def version(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    await send_json(send, 200, msgspec.json.encode({"version": polyjax_version()}))
+    answer = {"version": polyjax_version()}
+    if service.model is not None:
+        info = service.model.info
+        answer |= {"device": info.device, "dtype": info.dtype, "plan": info.plan_digest}
+    await send_json(send, 200, msgspec.json.encode(answer))
 
 
 def polyjax_version() -> str:

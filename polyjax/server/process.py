@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 import uvicorn
 
 from polyjax.core.errors import ConfigError, PolyjaxError
-from polyjax.core.lifetime import watch_parent
+from polyjax.core.lifetime import parent_pipe, watch_parent
 from polyjax.engine.client import EngineClient
 from polyjax.io.files import ModelFiles, Progress, no_progress, open_model
 from polyjax.server.app import build_app
@@ -80,7 +81,7 @@ class HttpServer:
         self,
         files: Awaitable[ModelFiles],
         on_ready: Callable[[], None],
-        others_ready: Awaitable[object] | None = None,
+        others_ready: asyncio.Event | None = None,
     ) -> None:
         """Serves until `stop`. Raises PolyjaxError if the model or the engine cannot serve.
 
@@ -119,7 +120,7 @@ class HttpServer:
         self,
         files: Awaitable[ModelFiles],
         on_ready: Callable[[], None],
-        others_ready: Awaitable[object] | None,
+        others_ready: asyncio.Event | None,
     ) -> None:
         """Becomes ready, then raises EngineDead some day."""
         opened = await files
@@ -127,7 +128,7 @@ class HttpServer:
         info = await self.service.client.ready()
         model = ServedModel.build(opened, tokenizer, info, self.service.config)
         if others_ready is not None:
-            await others_ready
+            await others_ready.wait()
         self.service.become_ready(model)
         if self._listener is None:
             config = self.service.config
@@ -186,7 +187,7 @@ def open_served(
     )
 
 
-async def work(launch: WorkerLaunch) -> int:
+async def work(launch: WorkerLaunch, parent: RawIOBase) -> int:
     """Runs a further HTTP process to its end; returns the exit code."""
     loop = asyncio.get_running_loop()
     client = EngineClient(launch.address, launch.name)
@@ -200,7 +201,7 @@ async def work(launch: WorkerLaunch) -> int:
 
     socket_folder = Path(launch.address.removeprefix("ipc://")).parent
     # A thread, not the kernel, ends this process, so that the sockets' folder can go with it.
-    watch_parent(sys.stdin.buffer, obey, lambda: shutil.rmtree(socket_folder, ignore_errors=True))
+    watch_parent(parent, obey, lambda: shutil.rmtree(socket_folder, ignore_errors=True))
     try:
         files = asyncio.to_thread(open_served, launch.model, launch.tokenizer)
         await server.run(files, lambda: print(READY, flush=True))
@@ -215,8 +216,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
-    sys.exit(run_event_loop(work(launch)))
+    parent = parent_pipe()
+    launch = msgspec.json.decode(parent.readline(), type=WorkerLaunch)
+    sys.exit(run_event_loop(work(launch, parent)))
 
 
 def configure_logging() -> None:

@@ -64,12 +64,21 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_file: Path):
         self.process = process
         self.url = url
-        self._log_file = log_file
+        self._log_file: Path | None = log_file
+        self._last_log = ""
         self.http = self.new_client()
 
     @property
     def log(self) -> str:
-        return self._log_file.read_text()
+        if self._log_file is not None:
+            self._last_log = self._log_file.read_text()
+        return self._last_log
+
+    def delete_log_file(self) -> None:
+        """`log` stays what it was."""
+        if self.log and self._log_file is not None:
+            self._log_file.unlink()
+            self._log_file = None
 
     def new_client(self) -> httpx.Client:
         """A client with connections of its own."""
@@ -168,10 +177,11 @@ def running(
         yield server
     finally:
         stop(server)
+    assert "Fatal Python error" not in server.log
 
 
 def stop(server: Server) -> None:
-    """Ends what a test may have left of a server, and its log."""
+    """Ends what a test may have left of a server."""
     server.http.close()
     with contextlib.suppress(psutil.NoSuchProcess):
         leftover = server.children()
@@ -185,4 +195,4 @@ def stop(server: Server) -> None:
         for child in leftover:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-    server._log_file.unlink(missing_ok=True)
+    server.delete_log_file()

@@ -10,7 +10,7 @@ stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max
 
 
 def expected(text: str, stops: list[str], include_stop: bool) -> tuple[str, str | None]:
-    """The definition: read by characters; the first complete stop string, the longest of several."""
+    """The definition: read by characters; the first complete stop string, the longest of them."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
