@@ -28,7 +28,7 @@ from typing import IO
 
 from polyjax.compiler.cache import ProgramCache
 from polyjax.compiler.program import ProgramRequest, compile_program
-from polyjax.core.lifetime import kill_when_parent_ends, watch_parent
+from polyjax.core.lifetime import kill_when_parent_ends, parent_pipe, watch_parent
 
 DEFAULT_TIMEOUT_S = 900.0  # large programs on a slow CPU; a hang is cut off, not waited for
 _NICENESS = 10  # on a machine with few cores serving goes first
@@ -202,7 +202,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     logging.basicConfig(level=logging.INFO, format="%(asctime)s compiler: %(message)s")
     lines: queue.Queue[bytes] = queue.Queue()
-    watch_parent(sys.stdin.buffer, lines.put)
+    watch_parent(parent_pipe(), lines.put)
     while True:
         answers.write(json.dumps(_answer(lines.get())).encode() + b"\n")
         answers.flush()
