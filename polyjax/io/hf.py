@@ -51,10 +51,14 @@ def open_directory(path: Path, name: str | None = None) -> ModelFiles:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of a nested config; the outer architecture name stays in force."""
-    text = {k: v for k, v in config["text_config"].items() if v is not None}
-    text.pop("architectures", None)
-    return text
+    """The language model's part of a nested config, except what only the outer part sets.
+
+    The outer architecture name stays in force: it names the model.
+    """
+    text = config["text_config"]
+    kept = {key: value for key, value in text.items() if value is not None or key not in config}
+    kept.pop("architectures", None)
+    return kept
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

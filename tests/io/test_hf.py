@@ -56,6 +56,15 @@ def test_nested_text_config_comes_to_the_top() -> None:
     assert config["kv_lora_rank"] == 20 and config["model_type"] == "kimi_k2"
 
 
+def test_null_of_a_nested_config_hides_nothing_outside(model_dir: Path) -> None:
+    text = {"hidden_size": 32, "eos_token_id": None, "sliding_window": None}
+    outer = {"architectures": ["A"], "eos_token_id": 5, "hidden_size": 99, "text_config": text}
+    write_json(model_dir / "config.json", outer)
+    config = open_model(model_dir).config
+    assert (config["eos_token_id"], config["hidden_size"]) == (5, 32)
+    assert config["sliding_window"] is None
+
+
 def test_missing_shard_and_missing_tensor_are_listed_together(model_dir: Path) -> None:
     index_path = model_dir / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
