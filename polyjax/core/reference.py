@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyjax.core.noise import gumbel as gumbel
+
 f32 = jnp.float32
 
 
@@ -210,12 +212,6 @@ def lm_head(
     y = ops(declared.RMS_NORM, x, norm, eps=eps)
     logits = ops(declared.MATMUL, y, w, None, None, out_dtype="float32")
     return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
-
-
-def gumbel(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
-    """[M,V] standard Gumbel noise; depends on a row's (seed, position), never on its neighbours."""
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seeds, positions)
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), f32))(keys)
 
 
 def lm_head_sample(
