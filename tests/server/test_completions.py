@@ -107,6 +107,11 @@ def test_stop_strings_and_tokens(server: Server) -> None:
     assert (by_token["text"], by_token["stop_reason"]) == ("one t", letter)
 
 
+def test_stop_strings_wait_for_min_tokens(server: Server) -> None:
+    choice = server.complete("abc", max_tokens=9, min_tokens=4, stop="c")["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abcab", "stop")
+
+
 def test_a_stop_string_frees_the_engine_at_once(server: Server) -> None:
     before = server.metric("vllm:generation_tokens_total")
     server.complete("abc", max_tokens=2000, stop="ca", ignore_eos=True)
