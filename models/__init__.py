@@ -17,13 +17,24 @@ from typing import Any
 import jax
 from flax import nnx
 
+from models.blocks.decoder import model_of
 from polyjax.core.errors import ModelError
 from polyjax.core.mesh import ONE_DEVICE, Placement
 from polyjax.core.model import Model, ModelConfig, ParamSpec
 
 FAMILIES: dict[str, str] = {
+    "DeepseekV3ForCausalLM": "models.deepseek_v3",
+    "Gemma3ForCausalLM": "models.gemma3",
+    "Gemma3ForConditionalGeneration": "models.gemma3",
+    "KimiK25ForConditionalGeneration": "models.kimi_k2",
+    "KimiK2ForCausalLM": "models.kimi_k2",
     "LlamaForCausalLM": "models.llama",
+    "MiniMaxM2ForCausalLM": "models.minimax_m2",
     "MistralForCausalLM": "models.llama",
+    "MixtralForCausalLM": "models.mixtral",
+    "Qwen2ForCausalLM": "models.qwen2",
+    "Qwen3ForCausalLM": "models.qwen3",
+    "Qwen3MoeForCausalLM": "models.qwen3_moe",
     "SmolLM3ForCausalLM": "models.llama",
 }
 """Hugging Face architecture name -> module with `Config` and `Model`."""
@@ -67,7 +78,7 @@ def abstract(
 
     `dtype` is that of weights and activations; `place` fixes how activations lie on a mesh.
     """
-    build = importlib.import_module(type(config).__module__).Model
+    build = model_of(config)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, place=place)))
     flat = nnx.to_flat_state(state)
     specs = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
-from models.blocks.decoder import Decoder, DecoderConfig, step_workloads
+from models.blocks.decoder import Decoder, DecoderConfig
 from models.blocks.hf_config import HfConfig
-from polyjax.core.op import Workload
 
 
 class Model(Decoder):
@@ -40,9 +39,3 @@ class Config(DecoderConfig):
         )
         hf.finish()
         return built
-
-    def workloads(
-        self, tokens: int, sequences: int, pages: int, page_size: int, dtype: str
-    ) -> Iterator[Workload]:
-        """Yields the workloads of one step, in order and with repeats."""
-        yield from step_workloads(Model, self, tokens, sequences, pages, page_size, dtype)

@@ -9,8 +9,9 @@ from flax import nnx
 
 from models.blocks import parameters
 from models.blocks.parameters import Declare
+from polyjax.core.kv import KVGroup
 from polyjax.core.mesh import Placement
-from polyjax.core.model import KVGroup, StepBatch
+from polyjax.core.model import ParamSpec, StepBatch
 from polyjax.core.op import Ops
 from polyjax.core.ops import MATMUL, NORM_QKV_ROPE_WRITE, PAGED_ATTENTION
 
@@ -54,14 +55,14 @@ class Attention(nnx.Module):
         self,
         config: AttentionConfig,
         prefix: str,
-        norm_name: str,
+        norm: ParamSpec,
         declare: Declare,
         place: Placement,
     ):
         c, attn = config, f"{prefix}self_attn."
         self.config, self.place = config, place
         width = c.heads * c.head_dim
-        self.norm = declare(parameters.vector(norm_name, c.embed_dim))
+        self.norm = declare(norm)
         self.qkv = declare(parameters.qkv(attn, c.heads, c.kv_heads, c.head_dim, c.embed_dim))
         self.output = declare(
             parameters.matrix(f"{attn}o_proj.weight", c.embed_dim, width, ("embed", "heads"))
@@ -70,11 +71,14 @@ class Attention(nnx.Module):
         self.qkv_bias = declare.optional(c.qkv_bias, bias)
         bias = parameters.vector(f"{attn}o_proj.bias", c.embed_dim, init="zeros")
         self.output_bias = declare.optional(c.output_bias, bias)
-        norms = [
-            parameters.vector(f"{attn}{name}.weight", c.head_dim, "head_dim")
-            for name in ("q_norm", "k_norm")
-        ]
-        self.q_norm, self.k_norm = (declare.optional(c.head_norm, norm) for norm in norms)
+        names = (f"{attn}{name}.weight" for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (
+            declare.optional(c.head_norm, self.head_norm_spec(name)) for name in names
+        )
+
+    def head_norm_spec(self, name: str) -> ParamSpec:
+        """The weight of a norm over one head of queries or keys."""
+        return parameters.vector(name, self.config.head_dim, "head_dim")
 
     def __call__(
         self, ops: Ops, x: jax.Array, step: LayerStep, kv: jax.Array
@@ -89,19 +93,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [M,D] -> (attention before the output projection [M,N*H], updated pool)."""
         c, batch = self.config, step.batch
-        q, kv = ops(
-            NORM_QKV_ROPE_WRITE,
-            x,
-            self.norm[...],
-            self.qkv[...],
-            value(self.qkv_bias),
-            value(self.q_norm),
-            value(self.k_norm),
-            step.cos_sin,
-            kv,
-            step.slots,
-            eps=c.norm_eps,
-        )
+        q, kv = self.query_and_write(ops, x, step, kv)
         kv = self.place(kv, *KVGroup.axes)
         q = self.place(q, "batch", "heads", "head_dim")
         out = ops(
@@ -118,6 +110,24 @@ class Attention(nnx.Module):
         )
         out = out.reshape(x.shape[0], c.heads * c.head_dim)
         return self.place(out, "batch", "heads"), kv
+
+    def query_and_write(
+        self, ops: Ops, x: jax.Array, step: LayerStep, kv: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [M,D] -> (rotated queries [M,N,H], pool with this step's keys and values)."""
+        return ops(
+            NORM_QKV_ROPE_WRITE,
+            x,
+            self.norm[...],
+            self.qkv[...],
+            value(self.qkv_bias),
+            value(self.q_norm),
+            value(self.k_norm),
+            step.cos_sin,
+            kv,
+            step.slots,
+            eps=self.config.norm_eps,
+        )
 
 
 def value(parameter: nnx.Param | None) -> jax.Array | None:

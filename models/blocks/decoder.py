@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ from models.blocks.attention import Attention, AttentionConfig, LayerStep
 from models.blocks.feed_forward import FeedForward, FeedForwardConfig
 from models.blocks.parameters import Declare
 from models.blocks.rope import Rope
+from polyjax.core.kv import KVGroup
 from polyjax.core.mesh import ONE_DEVICE, Placement
-from polyjax.core.model import KVGroup, KVState, StepBatch
+from polyjax.core.model import KVState, ParamSpec, StepBatch
 from polyjax.core.op import Ops, Workload
-from polyjax.core.ops import EMBED
+from polyjax.core.ops import EMBED, LM_HEAD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,22 +79,18 @@ class DecoderConfig:
             self.embed_dim, self.ffw_dim, self.norm_eps, self.activation, self.mlp_bias
         )
 
+    def workloads(
+        self, tokens: int, sequences: int, pages: int, page_size: int, dtype: str
+    ) -> Iterator[Workload]:
+        """Yields the workloads of one step, in order and with repeats."""
+        yield from step_workloads(self, tokens, sequences, pages, page_size, dtype)
+
 
 class Layer(nnx.Module):
-    """Attention, then feed-forward, each on the normed residual stream."""
+    """Attention, then feed-forward; each norms the residual stream and adds to it."""
 
-    def __init__(self, config: DecoderConfig, index: int, declare: Declare, place: Placement):
-        prefix = f"model.layers.{index}."
-        self.attention = Attention(
-            config.attention(index), prefix, f"{prefix}input_layernorm.weight", declare, place
-        )
-        self.feed_forward = FeedForward(
-            config.feed_forward(),
-            prefix,
-            f"{prefix}post_attention_layernorm.weight",
-            declare,
-            place,
-        )
+    def __init__(self, attention: nnx.Module, feed_forward: nnx.Module):
+        self.attention, self.feed_forward = attention, feed_forward
 
     def __call__(
         self, ops: Ops, x: jax.Array, step: LayerStep, kv: jax.Array
@@ -103,7 +101,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head. A family overrides `make_layer`, seldom more."""
+    """Embedding, layers, final norm and head. A family overrides the `make_` methods."""
 
     def __init__(
         self,
@@ -119,17 +117,30 @@ class Decoder(nnx.Module):
             parameters.matrix("model.embed_tokens.weight", c.vocab_size, c.embed_dim, table)
         )
         self.layers = nnx.List(
-            [self.make_layer(index, declare, place) for index in range(c.num_layers)]
+            self.make_layer(index, f"model.layers.{index}.", declare)
+            for index in range(c.num_layers)
         )
-        self.final_norm = declare(parameters.vector("model.norm.weight", c.embed_dim))
-        self.lm_head = (
-            None
-            if c.tied_embeddings
-            else declare(parameters.matrix("lm_head.weight", c.vocab_size, c.embed_dim, table))
+        self.final_norm = declare(self.norm_spec("model.norm.weight"))
+        head = parameters.matrix("lm_head.weight", c.vocab_size, c.embed_dim, table)
+        self.lm_head = declare.optional(not c.tied_embeddings, head)
+
+    def norm_spec(self, name: str) -> ParamSpec:
+        """The weight of a norm over the residual stream."""
+        return parameters.vector(name, self.config.embed_dim)
+
+    def make_layer(self, layer: int, prefix: str, declare: Declare) -> nnx.Module:
+        return Layer(
+            self.make_attention(layer, prefix, declare),
+            self.make_feed_forward(layer, prefix, declare),
         )
 
-    def make_layer(self, index: int, declare: Declare, place: Placement) -> nnx.Module:
-        return Layer(self.config, index, declare, place)
+    def make_attention(self, layer: int, prefix: str, declare: Declare) -> nnx.Module:
+        norm = self.norm_spec(f"{prefix}input_layernorm.weight")
+        return Attention(self.config.attention(layer), prefix, norm, declare, self.place)
+
+    def make_feed_forward(self, layer: int, prefix: str, declare: Declare) -> nnx.Module:
+        norm = self.norm_spec(f"{prefix}post_attention_layernorm.weight")
+        return FeedForward(self.config.feed_forward(), prefix, norm, declare, self.place)
 
     def embed(self, ops: Ops, tokens: jax.Array) -> jax.Array:
         """tokens [M] -> the residual stream's start [M,D]."""
@@ -173,28 +184,25 @@ def layer_steps(
     return steps
 
 
+def model_of(config: Any) -> Callable[..., Any]:
+    """The `Model` of the family whose `Config` this is: both are names of one module."""
+    return sys.modules[type(config).__module__].Model
+
+
 def step_workloads(
-    model: Callable[..., Any],
-    config: Any,
-    tokens: int,
-    sequences: int,
-    pages: int,
-    page_size: int,
-    dtype: str,
+    config: Any, tokens: int, sequences: int, pages: int, page_size: int, dtype: str
 ) -> Iterator[Workload]:
     """Yields the workload of every op call of one step, head included, in order and with repeats.
 
     Found by tracing the model with shapes only, so a new family needs to list nothing. Composite
     ops are followed by the simpler ops their reference calls: a plan may choose kernels for either.
     """
-    from polyjax.core.ops import LM_HEAD
-
     ops = Ops({}, {})
 
     def step(batch: StepBatch, kv: KVState) -> jax.Array:
-        built = model(config, dtype=dtype)
-        x, _ = built(ops, batch, kv)
-        norm, weight, static = built.head()
+        model = model_of(config)(config, dtype=dtype)
+        x, _ = model(ops, batch, kv)
+        norm, weight, static = model.head()
         return ops(LM_HEAD, x[:, -1], norm, weight, **static)
 
     jax.eval_shape(step, *abstract_step(config, tokens, sequences, pages, page_size, dtype))

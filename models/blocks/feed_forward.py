@@ -11,6 +11,7 @@ from models.blocks import parameters
 from models.blocks.attention import value
 from models.blocks.parameters import Declare
 from polyjax.core.mesh import Placement
+from polyjax.core.model import ParamSpec
 from polyjax.core.op import Ops
 from polyjax.core.ops import GATED_ACTIVATION, MATMUL, NORM_GATE_UP, RMS_NORM
 
@@ -33,13 +34,13 @@ class FeedForward(nnx.Module):
         self,
         config: FeedForwardConfig,
         prefix: str,
-        norm_name: str,
+        norm: ParamSpec,
         declare: Declare,
         place: Placement,
     ):
         c, mlp = config, f"{prefix}mlp."
         self.config, self.place = config, place
-        self.norm = declare(parameters.vector(norm_name, c.embed_dim))
+        self.norm = declare(norm)
         gate, up, down = (f"{mlp}{name}_proj" for name in ("gate", "up", "down"))
         self.gate_up = declare(
             parameters.gate_up(f"{gate}.weight", f"{up}.weight", c.ffw_dim, c.embed_dim)

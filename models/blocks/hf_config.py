@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from models.blocks.experts import ExpertsConfig
 from models.blocks.rope import KINDS, Rope
 from polyjax.core.errors import ModelError
 
@@ -72,9 +73,6 @@ class HfConfig:
             return tuple(default)
         return tuple(value)
 
-    def activation(self, name: str = "hidden_act") -> str:
-        return self.one_of(name, _ACTIVATIONS, "silu")
-
     def token_ids(self, name: str) -> tuple[int, ...]:
         """An int, a list of ints or null."""
         value = self.get(name, ())
@@ -136,8 +134,14 @@ class HfConfig:
         self.problems += [f"rope_parameters: {text}" for text in found.problems]
         return rope
 
-    def decoder_fields(self) -> dict[str, Any]:
-        """The fields of `DecoderConfig` that every decoder's config.json spells alike."""
+    def decoder_fields(
+        self, activation: str = "hidden_act", dequantized: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The fields of `DecoderConfig` that every decoder's config.json spells alike.
+
+        `activation` names the field of the activation, `dequantized` the quantization methods whose
+        weights are dequantized as they are read.
+        """
         embed_dim, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -147,10 +151,7 @@ class HfConfig:
         head_dim = self.integer("head_dim", embed_dim // heads or 1)
         if head_dim % 2:
             self.problem(f"head_dim={head_dim} is odd; rotary embeddings need pairs")
-        method = self.get("quantization_config")
-        if method is not None:
-            name = method.get("quant_method") if isinstance(method, Mapping) else method
-            self.problem(f"quantization_config: method {name!r} is not supported by this family")
+        self._check_quantization(dequantized)
         return {
             "vocab_size": self.integer("vocab_size"),
             "embed_dim": embed_dim,
@@ -163,9 +164,29 @@ class HfConfig:
             "max_context_tokens": self.context_tokens(),
             "eos_token_ids": self.token_ids("eos_token_id"),
             "dtype": self.dtype(),
-            "activation": self.activation(),
+            "activation": self.one_of(activation, _ACTIVATIONS, "silu"),
             "tied_embeddings": self.flag("tie_word_embeddings"),
         }
+
+    def _check_quantization(self, dequantized: Sequence[str]) -> None:
+        found = self.get("quantization_config")
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        if method is not None and method not in dequantized:
+            supported = ", ".join(dequantized) or "none in this family"
+            self.problem(f"quantization_config: method {method!r}; supported: {supported}")
+
+    def check_experts(self, experts: ExpertsConfig) -> None:
+        """Notes numbers of a mixture that contradict each other."""
+        count, groups = experts.num_experts, experts.groups
+        if count % groups or (groups > 1 and count < 2 * groups):
+            self.problem(f"{count} experts do not make {groups} groups of at least two")
+            return
+        if experts.kept_groups > groups:
+            self.problem(f"topk_group={experts.kept_groups} exceeds n_group={groups}")
+        if experts.per_token > count // groups * min(experts.kept_groups, groups):
+            self.problem(
+                f"num_experts_per_tok={experts.per_token} exceeds the experts a token may choose"
+            )
 
     def context_tokens(self) -> int:
         """The longest context: max_position_embeddings, stretched where rope scaling adds to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyjax.core import reference
+from polyjax.core import reference, reference_experts, reference_latent
 from polyjax.core.op import Op, Workload
 
 EMBED = Op("embed", ("table[V,D]", "tokens[M]"), reference.embed)
@@ -103,6 +103,7 @@ LM_HEAD_SAMPLE = Op(
     lambda w: _head_bytes(w) + 4.0 * w["M"],
 )
 
+
 def _decode_stack_weights(w: Workload) -> float:
     """Parameters of all layers (norms left out)."""
     query_dim = w["K"] * (w["G"] - 2) * w["H"]
@@ -151,6 +152,41 @@ DENSE_DECODE_GREEDY = Op(
     _decode_stack_bytes,
 )
 
+ROUTE = Op("route", ("x[M,D]", "router[E,D]", "bias?[E]"), reference_experts.route)
+
+
+def _expert_bytes(w: Workload) -> float:
+    """Each chosen expert's weights once; as many experts as pairs while there are fewer pairs."""
+    chosen = min(w["E"], w["M"] * w["A"])
+    return w.dtype("gate_up").itemsize * 3.0 * chosen * w["F"] * w["D"]
+
+
+EXPERTS = Op(
+    "experts",
+    ("x[M,D]", "ids[M,A]", "weights[M,A]", "gate_up[E,2,F,D]", "down[E,D,F]"),
+    reference_experts.experts,
+    lambda w: 6.0 * w["M"] * w["A"] * w["F"] * w["D"],
+    _expert_bytes,
+)
+
+HEAD_MATMUL = Op(
+    "head_matmul",
+    ("x[M,N,I]", "w[N,O,I]"),
+    reference_latent.head_matmul,
+    lambda w: 2.0 * w["M"] * w["N"] * w["O"] * w["I"],
+    lambda w: w.dtype("w").itemsize * w["N"] * (w["O"] * w["I"] + w["M"] * (w["O"] + w["I"])),
+)
+LATENT_WRITE = Op(
+    "latent_write", ("kv[P,1,1,Z,L]", "latent[M,L]", "slots[M]"), reference_latent.latent_write
+)
+LATENT_ATTENTION = Op(
+    "latent_attention",
+    ("q[B,T,N,L]", "kv[P,1,1,Z,L]", "page_table[B,C]", "context_lens[B]", "query_lens[B]"),
+    reference_latent.latent_attention,
+    lambda w: 4.0 * w["B"] * w["T"] * w["N"] * w["L"] * w["C"] * w["Z"],
+    lambda w: w["B"] * w["L"] * w.dtype("kv").itemsize * (w["C"] * w["Z"] + 2.0 * w["T"] * w["N"]),
+)
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -167,5 +203,10 @@ OPS: dict[str, Op] = {
         LM_HEAD_SAMPLE,
         DENSE_DECODE_STACK,
         DENSE_DECODE_GREEDY,
+        ROUTE,
+        EXPERTS,
+        HEAD_MATMUL,
+        LATENT_WRITE,
+        LATENT_ATTENTION,
     )
 }
