@@ -80,7 +80,7 @@ def state_avals(spec: StateSpec, mesh_plan: MeshPlan, mesh: Mesh) -> StateAvals:
         aval(
             (spec.num_pages[index], *group.page_shape(spec.page_size)),
             spec.dtype,
-            *KVGroup.axes,
+            *group.axes,
         )
         for index, group in groups
     )
