@@ -10,8 +10,9 @@ Policy, in this order:
    each chunk takes at most half of what is left, so that a short prompt passes a long one.
 3. Waiting sequences are admitted strictly in order, when their known tokens fit into free pages.
 4. A sequence that needs a page when there is none takes those of the running sequence that is last
-   in order, which is computed again later. The first in order always gets its pages and each
-   sequence fits alone, so the first always progresses: no livelock.
+   in order, unless that one is in this step already; it is computed again later. Each sequence fits
+   alone, so in every step the first in order progresses, or one that it waits for. Nobody is
+   admitted while a running sequence lacks pages, so those it waits for end: no livelock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from polyjax.engine.commit import Committer
 from polyjax.engine.launches import Chunk, DecodeRows, decode_launches, prefill_launches
 from polyjax.engine.pages import PageAllocator
 from polyjax.engine.roster import Roster
-from polyjax.engine.sequence import Sequence
+from polyjax.engine.sequence import Sequence, SequenceStatus
 from polyjax.engine.step import LaunchResult, ScheduledStep, SchedulerCounters, SchedulerLimits
 from polyjax.engine.types import FinishReason, Request, RequestOutput
 
@@ -133,7 +134,7 @@ class Scheduler:
         self._short_of_pages = False
         budget = self.limits.max_num_batched_tokens
         decodes, prefilling = self._take_decodes(budget)
-        chunks = self._take_chunks(prefilling, budget - len(decodes.sequences))
+        chunks = self._take_chunks(prefilling, decodes.sequences, budget)
         prefills = []
         for chunk in chunks:
             self._advance(chunk)
@@ -207,15 +208,14 @@ class Scheduler:
         sequences: list[Sequence] = []
         starts: list[int] = []
         prefilling: list[Sequence] = []
-        # Preemption shortens the list from its end while this loop goes over it.
-        for index, sequence in enumerate(self._roster.running):
+        for sequence in self._roster.running:  # preemption shortens the list from its end
             start = sequence.num_computed
             total = sequence.num_total
             if start + 1 == total < sequence.max_total:
                 if len(sequences) == budget:
                     continue
                 if start >= sequence.pages.end_tokens and not self._extend(
-                    sequence, start, total, first_victim=index + 1
+                    sequence, start, total, sequences
                 ):
                     continue
                 sequences.append(sequence)
@@ -226,27 +226,35 @@ class Scheduler:
                 prefilling.append(sequence)
         return DecodeRows(sequences, starts), prefilling
 
-    def _extend(self, sequence: Sequence, start: int, end: int, first_victim: int) -> bool:
-        """Gets pages for positions [start, end), preempting running[first_victim:] from the end.
+    def _extend(self, sequence: Sequence, start: int, end: int, scheduled: list[Sequence]) -> bool:
+        """Gets pages for positions [start, end), if need be those of the last in order.
 
-        False if it has to wait for those before it."""
+        False if it has to wait: for those before it, or because the last is `scheduled` already.
+        """
+        running = self._roster.running
         while not self.allocator.extend(sequence.pages, start, end):
             self._short_of_pages = True
-            if len(self._roster.running) <= first_victim:
+            if running[-1] is sequence or running[-1] in scheduled:
                 return False
             self._roster.requeue_last()
             self.counters.preemptions += 1
         self._extended.append(sequence)
         return True
 
-    def _take_chunks(self, prefilling: list[Sequence], budget: int) -> list[Chunk]:
+    def _take_chunks(
+        self, prefilling: list[Sequence], decodes: list[Sequence], budget: int
+    ) -> list[Chunk]:
         """Chunks of prompts for the rest of the budget, of running sequences, then of new ones."""
         chunks: list[Chunk] = []
         roster = self._roster
+        budget -= len(decodes)
         others = len(prefilling) + min(len(roster.waiting), len(roster.free_slots))
         for sequence in prefilling:
             others -= 1
-            if budget > 0 and (chunk := self._continue(sequence, self._share(budget, others))):
+            if budget <= 0 or sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted by one before it
+            chunk = self._continue(sequence, self._share(budget, others), decodes)
+            if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.length
         while budget > 0 and not self._short_of_pages and roster.waiting and roster.free_slots:
@@ -273,12 +281,17 @@ class Scheduler:
         end = start + min(remaining, allowed)
         return self._chooser.chunk_tokens(remaining, allowed, self.allocator.columns(start, end))
 
-    def _continue(self, sequence: Sequence, allowed: int) -> Chunk | None:
+    def _continue(self, sequence: Sequence, allowed: int, decodes: list[Sequence]) -> Chunk | None:
         """The next chunk of a running sequence's prompt, None if it has to wait for pages."""
         start = sequence.num_computed
         chunk = Chunk(sequence, start, self._chunk_tokens(sequence, start, allowed))
-        last = len(self._roster.running)
-        return chunk if self._extend(sequence, start, chunk.end, first_victim=last) else None
+        if self.allocator.extend(sequence.pages, start, chunk.end):
+            self._extended.append(sequence)
+            return chunk
+        # Windows are short of pages: take few tokens rather than none.
+        few = min(allowed, self._chooser.smallest_chunk)
+        chunk.length = self._chunk_tokens(sequence, start, few)
+        return chunk if self._extend(sequence, start, chunk.end, decodes) else None
 
     def _lengthen(self, chunk: Chunk, budget: int) -> int:
         """Lets a chunk take up to `budget` tokens more; returns how many it took."""
