@@ -18,8 +18,9 @@ import jax
 from flax import nnx
 
 from models.blocks.decoder import model_of
+from polyjax.core.arrays import num_bytes
 from polyjax.core.errors import ModelError
-from polyjax.core.mesh import ONE_DEVICE, Placement
+from polyjax.core.mesh import ONE_DEVICE, MeshPlan, Placement
 from polyjax.core.model import Model, ModelConfig, ParamSpec
 
 FAMILIES: dict[str, str] = {
@@ -86,3 +87,40 @@ def abstract(
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     }
     return AbstractModel(graphdef, specs, flat.paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device, known from the config alone.
+
+    `token_bytes` holds, for each KV group, its window (0 for none) and the bytes of one token over
+    all of its layers.
+    """
+
+    weight_bytes: int
+    token_bytes: tuple[tuple[int, int], ...]
+
+    def kv_bytes(self, context_tokens: int) -> int:
+        """Bytes that one sequence's cache needs: windows keep only their last tokens."""
+        kept = lambda window: min(context_tokens, window or context_tokens)  # noqa: E731
+        return sum(kept(window) * size for window, size in self.token_bytes)
+
+
+def memory(config: ModelConfig, dtype: str = "float32", plan: MeshPlan | None = None) -> Memory:
+    """Returns what weights and KV cache take on each device of `plan`, or on one; loads nothing."""
+    plan = plan or MeshPlan()
+
+    def size(shape: Sequence[int], axes: Sequence[str | None], dtype: str) -> int:
+        return num_bytes(shape, dtype) // plan.ways(axes)
+
+    groups = [(group, group.page_shape(page_size=1)) for group in config.kv_groups()]
+    return Memory(
+        sum(
+            size(spec.shape, spec.axes, spec.dtype or dtype)
+            for spec in abstract(config, dtype).specs.values()
+        ),
+        tuple(
+            (group.window, len(group.layers) * size((1, *shape), group.axes, dtype))
+            for group, shape in groups
+        ),
+    )

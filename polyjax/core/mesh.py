@@ -66,6 +66,12 @@ class MeshPlan:
     def sharding(self, mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
         return NamedSharding(mesh, self.spec(axes))
 
+    def ways(self, axes: Sequence[str | None]) -> int:
+        """Returns into how many shards an array with these logical axes is cut."""
+        rules = dict(self.rules)
+        mesh_axes = {rules[axis] for axis in axes if axis is not None} - {None}
+        return math.prod(getattr(self, axis) for axis in mesh_axes if axis is not None)
+
     def divides(self, axes: Sequence[str | None], shape: Sequence[int]) -> list[str]:
         """Returns a problem for every axis of an array whose size its mesh axis does not divide."""
         rules, problems = dict(self.rules), []

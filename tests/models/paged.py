@@ -115,6 +115,14 @@ class PagedModel:
                 pools[layer] = self._placed(pool, group.axes)
             self.kv = tuple(pools)
 
+    def compiled(self, tokens: int) -> jax.stages.Compiled:
+        """The program of a step of `tokens` new tokens a row."""
+        ints = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
+        rows = (ints(self.rows),) * len(self.groups)
+        tables = (ints(self.rows, PAGES_PER_ROW),) * len(self.groups)
+        batch = StepBatch(ints(self.rows, tokens), ints(self.rows), ints(self.rows), tables, rows)
+        return self._step.lower(self.params, batch, self.kv).compile()
+
     def feed(self, rows: Sequence[Sequence[int]], chunk: int) -> list[np.ndarray]:
         """Feeds whole sequences in chunks; returns each row's logits [len, V]."""
         done: list[list[np.ndarray]] = [[] for _ in rows]

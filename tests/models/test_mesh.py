@@ -16,9 +16,15 @@ from tests.models.paged import load
         ("llama", "gqa_tied", MeshPlan(model=2)),
         ("llama", "mha", MeshPlan(model=8)),
         ("mistral", "window", MeshPlan(model=2)),
+        ("gemma3", "local_global", MeshPlan(model=2)),
+        ("minimax_m2", "partial_rope", MeshPlan(model=2, expert=3)),
+        ("qwen3_moe", "sparse_step", MeshPlan(model=2, expert=4)),
+        ("mixtral", "full", MeshPlan(model=2, expert=2)),
+        ("deepseek_v3", "grouped", MeshPlan(expert=8)),
+        ("kimi_k2", "k2", MeshPlan(model=2, expert=4)),
     ],
 )
-def test_golden_tensor_parallel(family: str, case: str, plan: MeshPlan) -> None:
+def test_golden_spread_over_devices(family: str, case: str, plan: MeshPlan) -> None:
     expected = golden(family, case)
     model = load(expected.path, expected.num_rows, plan)
     assert len(model.params[-1].sharding.device_set) == plan.num_devices
@@ -26,6 +32,14 @@ def test_golden_tensor_parallel(family: str, case: str, plan: MeshPlan) -> None:
     first = [int(logits[-1].argmax()) for logits in model.feed(prompts, 16)]
     wanted = [expected.continuation(row) for row in range(expected.num_rows)]
     assert model.greedy(first, len(wanted[0])) == wanted
+
+
+def test_weights_stay_where_they_are() -> None:
+    """Only activations travel: no device ever gathers a weight."""
+    model = load(golden("llama", "gqa_tied").path, 1, MeshPlan(model=2))
+    text = model.compiled(tokens=1).as_text() or ""
+    assert "all-reduce(" in text
+    assert "all-gather(" not in text
 
 
 def test_mesh_that_does_not_divide_names_every_axis() -> None:
