@@ -69,7 +69,7 @@ class Console:
         while True:
             await asyncio.sleep(self._config.log_interval_s)
             after, after_s = self._client.stats, time.monotonic()
-            if after.step != before.step:
+            if after.running or after.waiting or _tokens(after) != _tokens(before):
                 say(load_line(before, after, after_s - before_s))
             before, before_s = after, after_s
 
@@ -92,6 +92,10 @@ def describe(info: EngineInfo, config: ServerConfig, elapsed_s: float) -> str:
         f"{info.num_kv_pages:,} KV pages, {info.num_programs} step programs, epoch {info.epoch}; "
         f"took {elapsed_s:.1f} s (load {info.load_s:.1f}, compile {info.compile_s:.1f})"
     )
+
+
+def _tokens(stats: EngineStats) -> int:
+    return stats.prompt_tokens + stats.generation_tokens
 
 
 def load_line(before: EngineStats, after: EngineStats, interval_s: float) -> str:
