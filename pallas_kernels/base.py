@@ -111,6 +111,10 @@ class MosaicGpuKernel:
     def writes(self, workload: Workload, schedule: Any) -> Iterator[Writes]:
         raise NotImplementedError
 
+    def writing(self, schedule: Any) -> Any:
+        """The part of a schedule that `writes` and `outputs` depend on; hashable."""
+        return schedule
+
     def illegal(self, workload: Workload, schedule: Any, chip: ChipSpec) -> str | None:
         """Kernel-specific rules: None, or the reason the schedule cannot work."""
         return None
@@ -135,6 +139,20 @@ class MosaicGpuKernel:
             raise ScheduleError(
                 f"{self.name}: {needed} bytes of shared memory, {chip.name} has {chip.shared_memory_bytes}"
             )
-        reason = uncovered(self.writes(workload, schedule), self.outputs(workload, schedule))
+        reason = _write_map_fault(self, workload, _Writing(self.writing(schedule), schedule))
         if reason:
             raise ScheduleError(f"{self.name}: write map: {reason}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writing:
+    """Schedules that write alike are equal: one coverage check serves them all."""
+
+    key: Any
+    schedule: Any = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _write_map_fault(kernel: MosaicGpuKernel, workload: Workload, writing: _Writing) -> str | None:
+    schedule = writing.schedule
+    return uncovered(kernel.writes(workload, schedule), kernel.outputs(workload, schedule))

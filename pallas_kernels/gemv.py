@@ -207,6 +207,9 @@ class GemvKernel(MosaicGpuKernel):
     def shared_memory_bytes(self, workload: Workload, schedule: GemvSchedule) -> int:
         return REDUCTION_SCRATCH_BYTES
 
+    def writing(self, schedule: GemvSchedule) -> Any:
+        return schedule.rows
+
     def plain(self, schedule: GemvSchedule) -> GemvSchedule:
         return dataclasses.replace(schedule, dependent_launch=False)
 

@@ -87,6 +87,9 @@ class StreamKernel(MosaicGpuKernel):
         stream = self.stream(workload, schedule)
         return stream.shared_memory_bytes() + self.extra_bytes(workload, schedule)
 
+    def writing(self, schedule: StreamSchedule) -> Any:
+        return ()  # a tile is 64 rows whatever the schedule
+
     def plain(self, schedule: StreamSchedule) -> StreamSchedule:
         return dataclasses.replace(schedule, reduction="serial", dependent_launch=False)
 

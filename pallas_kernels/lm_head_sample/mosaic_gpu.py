@@ -44,12 +44,15 @@ class StreamSample(StreamKernel):
 
     def extra_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
         columns = self.stream(workload, schedule).columns
-        return 2 * (shared_array_bytes(MMA_ROWS, columns, itemsize=4) + 1024)
+        return 2 * shared_array_bytes(MMA_ROWS, columns, itemsize=4) + 5 * 1024
 
     def illegal(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> str | None:
         if schedule.blocks > 4 * chip.num_sms:
             return f"blocks={schedule.blocks} leave more candidates than one reduction should read"
         return super().illegal(workload, schedule, chip)
+
+    def writing(self, schedule: StreamSchedule) -> Any:
+        return schedule.blocks
 
     def outputs(self, workload: Workload, schedule: StreamSchedule) -> tuple[tuple[int, ...], ...]:
         """Values and tokens of the candidates; the op's [M] result is XLA's reduction of them."""
@@ -73,6 +76,10 @@ class StreamSample(StreamKernel):
         scratch_types = stream.scratch() | dict(
             best_s=plgpu.SMEM((MMA_ROWS, stream.columns), f32),
             token_s=plgpu.SMEM((MMA_ROWS, stream.columns), jnp.int32),
+            temperature_s=plgpu.SMEM((stream.columns,), f32),
+            seed_s=plgpu.SMEM((stream.columns,), jnp.uint32),
+            position_s=plgpu.SMEM((stream.columns,), jnp.int32),
+            rows_ready=plgpu.Barrier(num_arrivals=3),
             value_out_s=plgpu.SMEM((stream.columns,), f32),
             token_out_s=plgpu.SMEM((stream.columns,), jnp.int32),
         )
@@ -137,11 +144,8 @@ class _SampleBody:
         self.scratch["token_s"][...] = none
         if self.greedy:
             return
-        temperature_g, seeds_g, positions_g = self.rows_g
-        temperature = self.per_column(temperature_g, f32)
-        first, second = row_keys(
-            self.per_column(seeds_g, jnp.uint32), self.per_column(positions_g, jnp.int32)
-        )
+        temperature, seeds, positions = self.load_rows()
+        first, second = row_keys(seeds, positions)
         hot = temperature > 0.0
         inverse = jnp.where(hot, 1.0 / jnp.where(hot, temperature, 1.0), 1.0)
         noise = jnp.where(hot, 1.0, 0.0)
@@ -149,14 +153,16 @@ class _SampleBody:
         self.first, self.second = spread(first), spread(second)
         self.inverse, self.noise = spread(inverse), spread(noise)
 
-    def per_column(self, ref: Any, dtype: Any) -> jax.Array:
-        """[columns] with the value of each row; padding columns are 0."""
-        size = (self.stream.columns,)
-        column = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=PER_COLUMN)
-        values = plgpu.layout_cast(jnp.zeros(size, dtype), PER_COLUMN)
-        for m, value in enumerate([ref[m] for m in range(self.stream.rows)]):
-            values = jnp.where(column == m, jax.lax.broadcast(value, size), values)
-        return values
+    def load_rows(self) -> list[jax.Array]:
+        """Temperature, seed and position of each row as [columns]; of padding columns zero."""
+        names = ("temperature_s", "seed_s", "position_s")
+        for ref, name in zip(self.rows_g, names, strict=True):
+            source = ref.at[pl.ds(0, self.stream.columns)]  # what lies past the rows reads as zero
+            plgpu.copy_gmem_to_smem(source, self.scratch[name], self.scratch["rows_ready"])
+        plgpu.barrier_wait(self.scratch["rows_ready"])
+        return [
+            plgpu.load(self.scratch[name], layout=PER_COLUMN, optimized=False) for name in names
+        ]
 
     def epilogue(self, tile: Any, sums: list[jax.Array]) -> None:
         shape = (MMA_ROWS, self.stream.columns)

@@ -169,6 +169,9 @@ class PagedDecodeAttention(MosaicGpuKernel):
         total += shared_array_bytes(columns, workload["H"], itemsize=4)  # output staging
         return total + REDUCTION_SCRATCH_BYTES + (schedule.stages + 1) * BARRIER_BYTES + 1024
 
+    def writing(self, schedule: AttentionSchedule) -> Any:
+        return ()
+
     def plain(self, schedule: AttentionSchedule) -> AttentionSchedule:
         return dataclasses.replace(schedule, dependent_launch=False)
 

@@ -1,0 +1,72 @@
+"""Static verdicts on schedules: cheap checks, and lowering for a chip that need not be present."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import CATALOGUE
+from pallas_kernels.shapes import NUM_PAGES
+from polyjax.core.chips import ChipSpec
+from polyjax.core.errors import ScheduleError
+from polyjax.core.op import Kernel, Op, Schedule, Workload
+
+_SPEC = re.compile(r"^(\w+)([?*])?\[([\w,]*)\]$")
+_REASON_CHARACTERS = 200  # lowering errors quote whole programs
+
+
+def workloads(op: Op) -> Iterator[Workload]:
+    """Yields the workloads the op's folder declares."""
+    return importlib.import_module(f"pallas_kernels.{op.name}.workloads").workloads()
+
+
+def kernels_of(op_name: str) -> list[Kernel]:
+    """Returns the catalogue's kernels of an op."""
+    return [CATALOGUE[name] for name in CATALOGUE if name.split(".")[1] == op_name]
+
+
+def abstract_arguments(op: Op, workload: Workload, num_pages: int = NUM_PAGES) -> list[Any]:
+    """Returns the call's arguments as ShapeDtypeStructs, None for absent ones."""
+    sizes = dict(workload.dims) | {"P": num_pages}
+    dtypes = dict(workload.dtypes)
+    arguments: list[Any] = []
+    for spec in op.inputs:
+        match = _SPEC.match(spec)
+        assert match, f"{op.name}: malformed input spec {spec!r}"
+        name, mark, axes = match[1], match[2], [a for a in match[3].split(",") if a]
+        if name not in dtypes:
+            arguments.append(None)
+            continue
+        shape = tuple(int(a) if a.isdigit() else sizes[a] for a in axes)
+        array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtypes[name]))
+        arguments.append(tuple([array] * sizes["L"]) if mark == "*" else array)
+    return arguments
+
+
+def refusal(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec) -> str | None:
+    """None if the schedule passes the cheap checks, else the reason."""
+    try:
+        kernel.check(workload, schedule, chip)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def lower(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec) -> Any:
+    """Returns the kernel lowered for `chip` on any host. Raises ScheduleError with the reason."""
+    arguments = abstract_arguments(kernel.op, workload)
+    device = AbstractDevice(chip.name, chip.num_sms, "gpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(kernel.build(workload, schedule)).trace(*arguments)
+            return traced.lower(lowering_platforms=("cuda",))
+    except Exception as error:  # whatever Pallas refuses with, it refuses this schedule
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
+        raise ScheduleError(f"{kernel.name}: does not lower: {reason}") from error
