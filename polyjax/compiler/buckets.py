@@ -1,7 +1,6 @@
 """The bucket ladder that limits ask for: which padded step shapes get a program.
 
-Coarse and additive: a rung costs seconds of compiling, padding costs microseconds a step. Context
-rungs lie `context_factor` apart, so a short context never pays for the longest one.
+Coarse and additive: a rung costs seconds of compiling, padding costs microseconds a step.
 """
 
 from __future__ import annotations
@@ -17,20 +16,24 @@ from polyjax.core.errors import ConfigError
 class LadderPolicy:
     """How coarse a ladder is.
 
-    Decode: sequences are powers of `sequence_factor`, contexts start at `first_context_tokens` and
-    lie `context_factor` apart. Prefill: chunks of `chunk_tokens` for one sequence and, up to
-    `max_num_batched_tokens` in all, for several short ones (`grouped`).
+    Decode: `sequences` up to the limit and the limit itself; contexts start at
+    `first_context_tokens` and lie `context_factor` apart. A factor of 0 leaves the longest alone:
+    right where attention reads what a row has, not what its page table could hold. Prefill: chunks
+    of `chunk_tokens` for one sequence and, up to `max_num_batched_tokens` in all, for several short
+    ones (`grouped`).
     """
 
-    sequence_factor: int
+    sequences: tuple[int, ...]
     first_context_tokens: int
     context_factor: int
     chunk_tokens: tuple[int, ...]
     grouped: bool
 
 
-CPU_POLICY = LadderPolicy(2, 512, 4, (32, 128, 512), grouped=False)
-ACCELERATOR_POLICY = LadderPolicy(2, 1024, 4, (128, 512, 2048, 8192), grouped=True)
+CPU_POLICY = LadderPolicy((1, 2, 4, 8), 0, 0, (32, 128, 512), grouped=False)
+ACCELERATOR_POLICY = LadderPolicy(
+    (1, 2, 4, 8, 16, 32, 64, 128), 1024, 4, (128, 512, 2048, 8192), grouped=True
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +52,22 @@ def derive_ladder(limits: LadderLimits, policy: LadderPolicy, max_buckets: int =
     `max_buckets` above 0 drops the finest rungs until decode and prefill together have no more.
     Raises ConfigError where even the coarsest ladder has more.
     """
-    sequences = rungs(1, limits.max_num_seqs, policy.sequence_factor)
-    contexts = rungs(
-        min(policy.first_context_tokens, limits.max_model_len),
-        limits.max_model_len,
-        policy.context_factor,
-    )
+    sequences = sorted({min(count, limits.max_num_seqs) for count in policy.sequences})
+    if sequences[-1] < limits.max_num_seqs:
+        sequences.append(limits.max_num_seqs)
+    longest = limits.max_model_len
+    contexts = [longest]
+    if policy.context_factor:
+        shortest = min(policy.first_context_tokens, longest)
+        contexts = rungs(shortest, longest, policy.context_factor)
     chunks = sorted({min(c, limits.max_num_batched_tokens) for c in policy.chunk_tokens})
     while True:
         ladder = _ladder(sequences, contexts, chunks, limits, policy.grouped)
         total = len(ladder.decode) + len(ladder.prefill)
         if not max_buckets or total <= max_buckets:
             return ladder
-        longest = max((sequences, contexts, chunks), key=len)
-        if len(longest) == 1:
+        finest = max((sequences, contexts, chunks), key=len)
+        if len(finest) == 1:
             raise ConfigError(f"--max_programs={max_buckets} is less than the {total} needed")
         longest[:] = (
             longest[-1:] if len(longest) == 2 else [longest[0], *longest[2:-1:2], longest[-1]]

@@ -47,9 +47,10 @@ from polyjax.compiler.state import (
     head_indices,
     state_avals,
 )
+from polyjax.compiler.xla_forms import PlatformOps
 from polyjax.core.batch_layout import FROM_SLOT, BatchLayout, PackedBatch
 from polyjax.core.buckets import Bucket, BucketLadder
-from polyjax.core.mesh import Placement
+from polyjax.core.mesh import MeshPlan, Placement
 from polyjax.core.model import StepBatch
 from polyjax.core.op import Ops
 from polyjax.core.ops import LM_HEAD, LM_HEAD_SAMPLE
@@ -228,7 +229,8 @@ class _Tracing:
         self.spec = request.spec
         self.avals = avals
         self.abstract = abstract_model(request.spec, Placement(request.plan.mesh, mesh))
-        self.ops = Ops(dict(request.plan.choices), CATALOGUE)
+        platform = mesh.devices.flat[0].platform
+        self.ops: Ops = PlatformOps(dict(request.plan.choices), CATALOGUE, platform)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
 
     def forward(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:
@@ -294,8 +296,7 @@ def loaded_program(
     compile_s: float = 0.0,
 ) -> StepProgram:
     """The program around an executable that was compiled here or elsewhere."""
-    avals = state_avals(request.spec, request.plan.mesh, mesh)
-    names = [name for name, _ in _state_arguments(request, avals)]
+    names = [name for name, _ in expected_abi(request, mesh).lines]
     abi = executable_abi(executable, names)
     return StepProgram(request.key, request.plan.digest, executable, used, abi, trace_s, compile_s)
 
@@ -388,20 +389,20 @@ def _hidden_aval(spec: StateSpec, replicated: Any, rows: int) -> jax.ShapeDtypeS
 # -- state-ABI -------------------------------------------------------------------------------
 
 
-def _state_arguments(request: ProgramRequest, avals: StateAvals) -> list[tuple[str, str]]:
-    """(name of every state array the program takes, in argument order, its expected ABI line)."""
-    form = _FORMS[request.key.kind]
-    lines: list[tuple[str, str]] = []
-    for argument, donated in form.state:
-        for name, aval in named_leaves(request.spec, avals, argument):
-            lines.append((name, abi_line(aval, aval.sharding, None, donated)))
-    return lines
-
-
 def expected_abi(request: ProgramRequest, mesh: Mesh) -> StateABI:
     """The ABI of an engine's state as a program of this kind has to see it."""
+    return _expected_abi(request.spec, request.plan.mesh, mesh, request.key.kind)
+
+
+@functools.cache
+def _expected_abi(spec: StateSpec, mesh_plan: MeshPlan, mesh: Mesh, kind: Kind) -> StateABI:
+    avals = state_avals(spec, mesh_plan, mesh)
     return StateABI(
-        tuple(_state_arguments(request, state_avals(request.spec, request.plan.mesh, mesh)))
+        tuple(
+            (name, abi_line(aval, aval.sharding, None, donated))
+            for argument, donated in _FORMS[kind].state
+            for name, aval in named_leaves(spec, avals, argument)
+        )
     )
 
 

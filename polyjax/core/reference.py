@@ -191,9 +191,12 @@ def norm_gate_up(
     from polyjax.core import ops as declared
 
     def unflattened(_ops: Any, y: jax.Array, *_: Any) -> jax.Array:
-        """[M,2,F]. Flattening a w whose F is spread over devices would gather it onto each."""
-        y = jax.lax.dot_general(y, w, (((1,), (2,)), ((), ())), preferred_element_type=f32)
-        return y.astype(x.dtype)
+        """[M,2,F]. Flattening a w whose F is spread over devices would gather it onto each.
+
+        With w as the first operand nobody transposes it: XLA on CPU would copy it every step.
+        """
+        y = jax.lax.dot_general(w, y, (((2,), (1,)), ((), ())), preferred_element_type=f32)
+        return y.transpose(2, 0, 1).astype(x.dtype)
 
     y = ops(declared.RMS_NORM, x, norm, eps=eps)
     flat = w.reshape(-1, w.shape[-1])
@@ -308,5 +311,10 @@ def dense_decode_greedy(
 
     *stack, final_norm, head = args
     x, pools = ops(declared.DENSE_DECODE_STACK, *stack, eps=eps, scale=scale)
-    logits = ops(declared.LM_HEAD, x, final_norm, head, eps=eps)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), x, pools
+    rows = x.shape[0]
+    cold, seeds = jnp.zeros((rows,), f32), jnp.zeros((rows,), jnp.uint32)
+    positions = jnp.zeros((rows,), jnp.int32)
+    tokens = ops(
+        declared.LM_HEAD_SAMPLE, x, final_norm, head, cold, seeds, positions, eps=eps, greedy=True
+    )
+    return tokens, x, pools
