@@ -63,7 +63,7 @@ class Committer:
             output.logprobs = [logprobs]
         if known == sequence.prompt_tokens + 1:
             self._report_prompt(sequence, output)
-        if token in sequence.stop_ids and known > sequence.min_total:
+        if token in sequence.stop_ids:  # never before min_tokens: the launch bans them
             output.finish_reason = FinishReason.STOP
             output.stop_reason = None if token in sequence.eos_ids else token
         elif known >= sequence.max_total:

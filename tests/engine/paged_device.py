@@ -108,7 +108,9 @@ class PagedDevice:
             batch = layout.split(flat)
             rows = range(launch.bucket.sequences)
             tokens = [self._run_row(batch, row) for row in rows]
-            logprobs = [TokenLogprobs(token, -1.0, 1, []) for token in tokens]
+            logprobs = None
+            if launch.num_logprobs is not None:
+                logprobs = [TokenLogprobs(token, -1.0, 1, []) for token in tokens]
             prompt_logprobs = (
                 [self._prompt_logprobs(batch, row) for row in rows]
                 if launch.prompt_logprobs

@@ -673,6 +673,12 @@ def test_prompt_logprobs_are_complete_despite_chunks_cache_and_preemption(num_pa
         assert serving.tokens(one.id) == serving.alone(one)
 
 
+def test_prompt_logprobs_are_complete_a_token_at_a_time() -> None:
+    serving = Serving(num_slots=1, max_num_batched_tokens=1)
+    serving.serve(request("a", range(1, 8), prompt_logprobs=0))
+    assert prompt_logprobs(serving, "a") == [None, *range(2, 8)]
+
+
 def test_the_first_output_tells_of_cached_tokens() -> None:
     serving = Serving()
     serving.serve(request("a", range(1, 42)))
@@ -697,6 +703,31 @@ def test_prefix_hits_at_every_length_around_page_boundaries_change_no_token(page
             assert serving.tokens(again.id) == serving.alone(again)
             cached = serving.outputs[again.id][0].cached_tokens
             assert cached == (length + more - 1) // page_size * page_size
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_was_generated_is_a_prefix_for_the_next_turn(depth: int) -> None:
+    for output_tokens in range(1, 14):
+        serving = Serving(depth=depth)
+        first = request("first turn", range(1, 8), max_tokens=output_tokens, ignore_eos=True)
+        serving.serve(first)
+        written = 7 + output_tokens - 1
+        turn = request("second turn", [*range(1, 8), *serving.tokens("first turn"), 5])
+        serving.serve(turn)
+        assert serving.outputs["second turn"][0].cached_tokens == written // 4 * 4
+        assert serving.tokens("second turn") == serving.alone(turn)
+
+
+def test_what_is_being_generated_is_a_prefix_for_others() -> None:
+    serving = Serving()
+    first = serving.scheduler.add(request("a", range(1, 8), max_tokens=60, ignore_eos=True))
+    for _ in range(20):
+        serving.step()
+    known = list(first.token_ids)
+    assert len(known) > 20
+    serving.scheduler.add(request("b", [*known, 5]))
+    serving.finish()
+    assert serving.outputs["b"][0].cached_tokens == len(known) // 4 * 4
 
 
 def test_a_prefix_can_be_used_by_the_step_after_the_one_that_computes_it() -> None:
