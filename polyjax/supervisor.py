@@ -45,6 +45,7 @@ class Supervisor:
         self._config = config
         self._engine_config = engine
         self._script = script
+        self._has_random_weights = engine.load_format == "dummy"
         self._folder = folder
         self._address = f"ipc://{folder}/engine"
         self._engine: Child | None = None
@@ -94,7 +95,11 @@ class Supervisor:
     async def _open_files(self) -> ModelFiles:
         config = self._engine_config
         return await asyncio.to_thread(
-            open_served, config.model, config.tokenizer, self._console.fetch_progress
+            open_served,
+            config.model,
+            config.tokenizer,
+            self._console.fetch_progress,
+            self._has_random_weights,
         )
 
     async def _start_and_watch(self, opening: asyncio.Task[ModelFiles]) -> str:
@@ -108,7 +113,12 @@ class Supervisor:
         self._engine = await start_child("polyjax.engine.process", msgspec.json.encode(launch))
         for number in range(1, self._config.api_server_count):
             worker = WorkerLaunch(
-                self._config, self._address, f"http{number}", str(files.path), config.tokenizer
+                self._config,
+                self._address,
+                f"http{number}",
+                str(files.path),
+                config.tokenizer,
+                self._has_random_weights,
             )
             first_line = msgspec.json.encode(worker)
             self._workers.append(

@@ -29,6 +29,7 @@ from polyjax.engine.client import EngineClient
 from polyjax.io.files import ModelFiles, Progress, no_progress, open_model
 from polyjax.server.app import build_app
 from polyjax.server.config import ServerConfig
+from polyjax.server.placeholder_tokenizer import with_tokenizer
 from polyjax.server.service import ServedModel, Service
 
 KEEP_ALIVE_S = 75  # longer than the idle timeout of common load balancers, which close first
@@ -50,6 +51,7 @@ class WorkerLaunch:
     name: str
     model: str
     tokenizer: str | None
+    has_random_weights: bool
 
 
 class HttpServer:
@@ -172,12 +174,18 @@ def listen(host: str, port: int, shares_port: bool) -> socket.socket:
 
 
 def open_served(
-    model: str | None, tokenizer: str | None, progress: Progress = no_progress
+    model: str | None,
+    tokenizer: str | None,
+    progress: Progress = no_progress,
+    has_random_weights: bool = False,
 ) -> ModelFiles:
-    """Returns the model's files; tokenizer and chat template are those of `tokenizer` if named."""
+    """Returns the model's files; tokenizer and chat template are those of `tokenizer` if named.
+
+    A model with random weights may come without a tokenizer.
+    """
     files = open_model(model, progress)
     if tokenizer is None:
-        return files
+        return with_tokenizer(files) if has_random_weights else files
     other = open_model(tokenizer, progress)
     return dataclasses.replace(
         files,
@@ -203,7 +211,12 @@ async def work(launch: WorkerLaunch, parent: RawIOBase) -> int:
     # A thread, not the kernel, ends this process, so that the sockets' folder can go with it.
     watch_parent(parent, obey, lambda: shutil.rmtree(socket_folder, ignore_errors=True))
     try:
-        files = asyncio.to_thread(open_served, launch.model, launch.tokenizer)
+        files = asyncio.to_thread(
+            open_served,
+            launch.model,
+            launch.tokenizer,
+            has_random_weights=launch.has_random_weights,
+        )
         await server.run(files, lambda: print(READY, flush=True))
     except PolyjaxError as error:
         log.error("%s: %s", launch.name, error)

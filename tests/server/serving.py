@@ -58,6 +58,15 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+# A server is to end with the tests, also where those are killed.
+SERVE = """
+import runpy
+from polyjax.core.lifetime import kill_when_parent_ends
+kill_when_parent_ends()
+runpy.run_module("polyjax.serve", run_name="__main__", alter_sys=True)
+"""
+
+
 class Server:
     """A running server. `log` is what it has said so far."""
 
@@ -138,7 +147,7 @@ def start(
 ) -> Server:
     """Starts a server on a free port and returns at once; without `script`, with a real engine."""
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log", delete=False) as log:
-        command = [sys.executable, "-P", "-m", "polyjax.serve", "--host=127.0.0.1", "--port=0"]
+        command = [sys.executable, "-P", "-c", SERVE, "--host=127.0.0.1", "--port=0"]
         command += [*([] if model is None else [f"--model={model}"]), *flags]
         if script is not None:
             command.append(f"--scripted_engine={json.dumps({**SCRIPT, **script})}")
@@ -171,7 +180,10 @@ def running(
 
         def is_ready() -> bool:
             assert server.process.poll() is None, server.log
-            return server.http.get("/ready").status_code == 200
+            try:
+                return server.http.get("/ready").status_code == 200
+            except httpx.TransportError:  # it is ending, and its exit code comes soon
+                return False
 
         wait_for(is_ready, "the server to be ready", ready_limit_s)
         yield server

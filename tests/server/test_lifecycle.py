@@ -248,6 +248,15 @@ def test_several_http_processes_share_port_and_metrics(model_dir: Path) -> None:
             assert server.metric("vllm:request_generation_tokens_count") == 40
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_random_weights_need_no_tokenizer(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Scripted"], "vocab_size": 300}')
+    flags = ["--load_format=dummy", f"--api_server_count={processes}"]
+    with running(tmp_path, flags, {}) as server:
+        assert server.complete([260, 270], max_tokens=3)["choices"][0]["text"] == " 260 270 260"
+        assert server.complete("hé", max_tokens=3)["choices"][0]["text"] == "hé"
+
+
 def fail_to_start(*flags: str) -> str:
     command = [sys.executable, "-P", "-m", "polyjax.serve", *flags]
     result = subprocess.run(
