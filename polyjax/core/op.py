@@ -12,10 +12,11 @@ each workload up in the plan and falls back to the reference:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,12 @@ class Choice:
     schedule: tuple[tuple[str, Any], ...]
 
 
+@functools.lru_cache(maxsize=4096)
+def _compiled_once(kernel: Any, workload: Workload, schedule: Schedule) -> Callable[..., Any]:
+    """The kernel's function under an inner jit: lowered once a program, not once a layer."""
+    return jax.jit(kernel.build(workload, schedule))
+
+
 class Ops:
     """Calls ops as the plan says. Made fresh for every trace; holds no arrays.
 
@@ -222,7 +229,7 @@ class Ops:
         self.used.append((workload, kernel.name))
         schedule = kernel.schedule_type.from_json(dict(choice.schedule))
         with jax.named_scope(kernel.name):
-            return kernel.build(workload, schedule)(*args)
+            return _compiled_once(cast(Any, kernel), workload, schedule)(*args)
 
     def chosen(self, op: Op, *args: Any, **static: Any) -> bool:
         """Whether the plan names a kernel for this call."""
