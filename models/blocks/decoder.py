@@ -20,7 +20,7 @@ from polyjax.core.kv import KVGroup
 from polyjax.core.mesh import ONE_DEVICE, Placement
 from polyjax.core.model import KVState, ParamSpec, StepBatch
 from polyjax.core.op import Ops, Workload
-from polyjax.core.ops import EMBED, LM_HEAD
+from polyjax.core.ops import DENSE_DECODE_STACK, EMBED, LM_HEAD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         self.embedding = declare(
             parameters.matrix("model.embed_tokens.weight", c.vocab_size, c.embed_dim, table)
         )
-        self.layers = nnx.List(
+        self.layers: Any = nnx.List(
             self.make_layer(index, f"model.layers.{index}.", declare)
             for index in range(c.num_layers)
         )
@@ -149,11 +149,56 @@ class Decoder(nnx.Module):
     def __call__(self, ops: Ops, batch: StepBatch, kv: KVState) -> tuple[jax.Array, KVState]:
         """Returns (residual stream before the final norm [B,T,D], updated pools)."""
         x = self.embed(ops, batch.tokens.reshape(-1))
+        if batch.tokens.shape[1] == 1 and self.is_plain_stack:
+            x, kv = self._decode_stack(ops, x, batch, kv)
+            return x[:, None], kv
         pools = list(kv)
         steps = layer_steps(self.config.kv_groups(), self.config.ropes, batch, kv)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
             x, pools[index] = layer(ops, x, step, pools[index])
         return x.reshape(*batch.tokens.shape, -1), tuple(pools)
+
+    @property
+    def is_plain_stack(self) -> bool:
+        """Whether one op, DENSE_DECODE_STACK, describes a decode step of all layers."""
+        c = self.config
+        switches = (c.qkv_bias, c.output_bias, c.mlp_bias, c.head_norm, *c.windows)
+        plain = not any(switches) and c.activation == "silu"
+        one_rope = len(set(c.ropes)) == 1 and c.ropes[0] is not None
+        return (
+            plain
+            and one_rope
+            and (self.place.plan is None or self.place.plan.num_devices == 1)
+            and all(
+                (type(layer), type(layer.attention), type(layer.feed_forward))
+                == (Layer, Attention, FeedForward)
+                for layer in self.layers
+            )
+        )
+
+    def _decode_stack(
+        self, ops: Ops, x: jax.Array, batch: StepBatch, kv: KVState
+    ) -> tuple[jax.Array, KVState]:
+        """x [B,D], one new token a row -> (x [B,D], updated pools); a plan may fuse all of it."""
+        attention = [layer.attention for layer in self.layers]
+        feed_forward = [layer.feed_forward for layer in self.layers]
+        arrays = lambda modules, name: tuple(getattr(m, name)[...] for m in modules)  # noqa: E731
+        return ops(
+            DENSE_DECODE_STACK,
+            x,
+            arrays(attention, "norm"),
+            arrays(attention, "qkv"),
+            arrays(attention, "output"),
+            arrays(feed_forward, "norm"),
+            arrays(feed_forward, "gate_up"),
+            arrays(feed_forward, "down"),
+            kv,
+            self.config.ropes[0].cos_sin(batch.positions.reshape(-1)),
+            batch.page_tables[0],
+            jnp.where(batch.query_lens > 0, batch.context_lens, 0),
+            eps=self.config.norm_eps,
+            scale=self.config.attention(0).scale,
+        )
 
     def head(self) -> tuple[jax.Array, jax.Array, Mapping[str, Any]]:
         """Returns (final norm weight [D], LM head weight [V,D], static arguments of LM_HEAD)."""
