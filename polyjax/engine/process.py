@@ -218,7 +218,9 @@ def main() -> None:
     # Ctrl-C and a group's SIGTERM reach every process; the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s engine: %(message)s", datefmt="%H:%M:%S"
+    )
     logging.getLogger("jax").setLevel(logging.WARNING)  # tells of every backend it does not find
     parent = parent_pipe()
     launch = msgspec.json.decode(parent.readline(), type=Launch)

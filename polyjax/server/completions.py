@@ -64,48 +64,43 @@ async def _answer(
     try:
         raw = await read_body(scope, receive, service.config.max_body_bytes)
         prepared = await off_loop(raw, prepare, model, raw)
-        body, params = prepared.body, prepared.params
-        admission = Admission(body.priority, body.cache_salt or "")
+        metrics.on_request(prepared.params.n, prepared.params.max_tokens)
         generation = Generation(
             service.client,
             model.tokenizer,
             prepared.prompts,
-            params,
-            admission,
+            prepared.params,
+            Admission(prepared.body.priority, prepared.body.cache_salt or ""),
             metrics.on_token,
             metrics.on_finished,
         )
-        metrics.on_request(params.n, params.max_tokens)
-        head = Head(
-            _answer_id(scope, prepared),
-            int(time.time()),
-            model.info.model_name,
-            params.numerics or model.info.numerics,
-        )
-        answer_format = prepared.make_format(generation.choices)
         async with cancelled_on_disconnect(generation, receive):
             generation.start()
-            if body.stream:
-                writer = _chunk_writer(head, answer_format, generation, body)
-                await send_stream(generation, writer, send)
-            else:
-                answer = await collect(generation, head, answer_format)
-                await send_json(send, 200, msgspec.json.encode(answer))
+            await _send_answer(generation, prepared, _head(scope, model, prepared), send)
     finally:
         service.num_open -= 1
 
 
-def _answer_id(scope: Scope, prepared: Prepared) -> str:
-    given = prepared.body.request_id or (header(scope, b"x-request-id") or b"").decode("latin-1")
-    return f"{prepared.id_prefix}-{given[:256] or uuid.uuid4().hex}"
-
-
-def _chunk_writer(
-    head: Head, answer_format: AnswerFormat, generation: Generation, body: GenerationBody
-) -> ChunkWriter:
-    has_extras = bool(body.return_token_ids) or generation.params.logprobs is not None
-    return ChunkWriter(
+async def _send_answer(generation: Generation, prepared: Prepared, head: Head, send: Send) -> None:
+    body, answer_format = prepared.body, prepared.make_format(generation.choices)
+    if not body.stream:
+        answer = await collect(generation, head, answer_format)
+        await send_json(send, 200, msgspec.json.encode(answer))
+        return
+    has_extras = bool(body.return_token_ids) or prepared.params.logprobs is not None
+    writer = ChunkWriter(
         head, answer_format, generation, body.include_usage, body.continuous_usage, has_extras
+    )
+    await send_stream(generation, writer, send)
+
+
+def _head(scope: Scope, model: ServedModel, prepared: Prepared) -> Head:
+    given = prepared.body.request_id or (header(scope, b"x-request-id") or b"").decode("latin-1")
+    return Head(
+        id=f"{prepared.id_prefix}-{given[:256] or uuid.uuid4().hex}",
+        created_s=int(time.time()),
+        model=model.info.model_name,
+        numerics=prepared.params.numerics or model.info.numerics,
     )
 
 

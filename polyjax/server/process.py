@@ -235,7 +235,13 @@ def main() -> None:
 
 
 def configure_logging() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    """Log lines look like the console's. `force`, because absl has put its own handler there."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s polyjax: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else every malformed request
 
