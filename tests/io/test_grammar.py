@@ -2,8 +2,6 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -12,9 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from polyjax.core.errors import RequestError
 from polyjax.io.grammar import GrammarCompiler, check
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from schemas import bounded_schema
+from tests.schemas import bounded_schema
 
 PADDING = 10  # a model's vocabulary is often larger than its tokenizer's
 
