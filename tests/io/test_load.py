@@ -45,10 +45,10 @@ def spec(
 ) -> ParamSpec:
     return ParamSpec(
         shape=shape,
-        axes=more.pop("axes", (None,) * len(shape)),  # type: ignore[arg-type]
+        axes=more.pop("axes", (None,) * len(shape)),
         sources=tuple(Source(*source) for source in sources),
         pack=lambda arrays: np.concatenate(arrays),
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
