@@ -29,6 +29,7 @@ from polyjax.engine.client import EngineClient
 from polyjax.io.files import ModelFiles, Progress, no_progress, open_model
 from polyjax.server.app import build_app
 from polyjax.server.config import ServerConfig
+from polyjax.server.http_protocol import BoundedHttpProtocol
 from polyjax.server.placeholder_tokenizer import with_tokenizer
 from polyjax.server.service import ServedModel, Service
 
@@ -68,6 +69,7 @@ class HttpServer:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self.service),
+                http=BoundedHttpProtocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -308,6 +308,22 @@ def test_not_even_http(server: Server) -> None:
                 pass
 
 
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", b"GET /"])
+def test_a_head_without_an_end(server: Server, start: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(start)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"a" * 10_000)
+
+
+def test_many_requests_on_one_connection(server: Server) -> None:
+    """The limit of a head is not one of a connection."""
+    for _ in range(40):
+        assert server.http.get("/health", headers={"x": "a" * 4000}).status_code == 200
+
+
 def test_header_injection(server: Server) -> None:
     body = {"prompt": "a", "max_tokens": 1, "request_id": "x\r\nset-cookie: a=b"}
     response = server.post(TEXT, body)
