@@ -179,18 +179,17 @@ class _Running:
             raise PolyjaxError(f"a request failed: {output.error}")
         self._logprobs += output.logprobs or []
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
-        self._cached_tokens = output.cached_tokens
+        self._cached_tokens = self._cached_tokens or output.cached_tokens  # told once
         self._token_ids += output.token_ids
         for token in output.token_ids:
-            self._take(self._detokenizer.push(token))
-            if self.finish_reason is not None:
+            if self._ends_with(self._detokenizer.push(token)):
                 return True
-        if output.finish_reason is not None:
-            self._take(self._detokenizer.finish())
-            if self.finish_reason is None:
-                self._text.append(self._stops.finish() if self._request.params.stop else "")
-                self.finish_reason = output.finish_reason.value
-        return self.finish_reason is not None
+        if output.finish_reason is None:
+            return False
+        if not self._ends_with(self._detokenizer.finish()):
+            self._text.append(self._stops.finish() if self._request.params.stop else "")
+            self.finish_reason = output.finish_reason.value
+        return True
 
     def result(self) -> Generation:
         assert self.finish_reason is not None
@@ -207,14 +206,17 @@ class _Running:
             cached_tokens=self._cached_tokens,
         )
 
-    def _take(self, piece: str) -> None:
+    def _ends_with(self, piece: str) -> bool:
+        """Adds a piece of text; returns whether it completed a stop string."""
         if not self._request.params.stop:
             self._text.append(piece)
-            return
+            return False
         stopped = self._stops.push(piece)
         self._text.append(stopped.text)
-        if stopped.stop is not None:
-            self.finish_reason = FinishReason.STOP.value
+        if stopped.stop is None:
+            return False
+        self.finish_reason = FinishReason.STOP.value
+        return True
 
 
 def show_progress(what: str, done: int, total: int) -> None:

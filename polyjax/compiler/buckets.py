@@ -69,9 +69,8 @@ def derive_ladder(limits: LadderLimits, policy: LadderPolicy, max_buckets: int =
         finest = max((sequences, contexts, chunks), key=len)
         if len(finest) == 1:
             raise ConfigError(f"--max_programs={max_buckets} is less than the {total} needed")
-        longest[:] = (
-            longest[-1:] if len(longest) == 2 else [longest[0], *longest[2:-1:2], longest[-1]]
-        )
+        keep_first = finest[:1] if len(finest) > 2 else []
+        finest[:] = [*keep_first, *finest[2:-1:2], finest[-1]]
 
 
 def rungs(first: int, last: int, factor: int) -> list[int]:

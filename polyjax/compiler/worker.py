@@ -155,7 +155,7 @@ class CompilerProcess:
             self._finish(done, f"the compiler process ended with code {code}")
             self.kill()
         elif waited_s > self._timeout_s:
-            self._finish(done, f"the compiler did not finish within {self._timeout_s:.0f} s")
+            self._finish(done, f"the compiler did not finish within {self._timeout_s:g} s")
             self.kill()
 
     def _take_answer(self, line: bytes, done: list[Compiled]) -> None:

@@ -61,10 +61,9 @@ def cpu_paged_attention(
     Softmax is taken online (Milakov and Gimelshein 2018): a running maximum and sum per query.
     """
     first = jnp.zeros_like(context_lens) if first_pages is None else first_pages
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
     def row(operands: tuple[jax.Array, ...]) -> jax.Array:
-        return _attend_row(kv, *operands, **options)
+        return _attend_row(kv, *operands, scale=scale, window=window, soft_cap=soft_cap)
 
     return jax.lax.map(row, (q, page_table, context_lens, query_lens, first))
 

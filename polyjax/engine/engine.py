@@ -158,8 +158,10 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def close(self) -> None:
+        """Ends the compiler process and waits for what the device still computes."""
         self.installer.close()
         self.in_flight = None
+        jax.block_until_ready(self.state.kv)
 
     def _check_token_ids(self, request: Request) -> None:
         vocab = self.spec.config.vocab_size
