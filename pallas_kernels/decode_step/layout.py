@@ -41,7 +41,7 @@ class DecodeSchedule(Schedule):
     """
 
     blocks: int = 128
-    warpgroups: int = 4
+    warpgroups: int = 2
     chunk: int = 1024
     stages: int = 8
     in_flight: int = 4
@@ -204,8 +204,8 @@ class Step:
 
     @property
     def splits(self) -> int:
-        """Blocks that share the pages of one pair."""
-        return max(1, self.schedule.blocks // self.pairs)
+        """Blocks that share the pages of one pair: a power of two."""
+        return 1 << max(0, (self.schedule.blocks // self.pairs).bit_length() - 1)
 
     @property
     def warps(self) -> int:

@@ -17,22 +17,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.base import MosaicGpuKernel
-from pallas_kernels.decode_step import device
+from pallas_kernels.decode_step import device, legality
 from pallas_kernels.decode_step.body import Arguments, Body
-from pallas_kernels.decode_step.layout import (
-    FOLD_COLUMNS,
-    GROUP_ROWS,
-    DecodeSchedule,
-    Exchange,
-    SharedMemory,
-    Step,
-)
+from pallas_kernels.decode_step.layout import DecodeSchedule, Exchange, SharedMemory, Step
 from polyjax.core.op import ChipLike, Schedule, Workload, Writes
 from polyjax.core.ops import DENSE_DECODE_GREEDY, DENSE_DECODE_STACK
 
-STATIC_SHARED_BYTES = 1024  # what Mosaic GPU itself takes
-MAX_BATCH = 16  # N = 8 * batch columns, and a lane each for 2 * batch traces
-BF16_ARGUMENTS = ("x", "attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "kv")
+HOPPER_SHARED_BYTES = 227 * 1024  # of every chip with wgmma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,30 +33,16 @@ class DecodeStep(MosaicGpuKernel):
     schedule_type: ClassVar[type[Schedule]] = DecodeSchedule
 
     def supports(self, workload: Workload) -> str | None:
-        w = workload
-        wrong = [n for n in BF16_ARGUMENTS if w.dtype(n) != jnp.bfloat16]
-        if wrong:
-            return f"{', '.join(wrong)}: only bfloat16"
-        if w["B"] > MAX_BATCH:
-            return f"batch {w['B']}: at most {MAX_BATCH}"
-        if w["H"] not in (64, 128) or w["R"] != w["H"]:
-            return f"head dim {w['H']} with {w['R']} rotated: only 64 and 128, all rotated"
-        if w["G"] - 2 not in (1, 2, 4, 8):
-            return f"{w['G'] - 2} query heads a kv head: only 1, 2, 4, 8"
-        if w["N"] != w["K"] * (w["G"] - 2) * w["H"]:
-            return f"o takes {w['N']} columns, not kv heads x group x head dim"
-        if w.get("V") % GROUP_ROWS:
-            return f"vocabulary {w['V']} is no multiple of {GROUP_ROWS}"
-        if self._blocks(w) is None:
-            return "no number of blocks divides every projection's rows by 8"
-        return None
-
-    def _blocks(self, w: Workload) -> int | None:
-        rows = (w["K"] * w["G"] * w["H"], w["D"], w["F"])
-        return next((n for n in (128, 64, 32, 16, 8) if all(r % (n * 8) == 0 for r in rows)), None)
+        reason = legality.unsupported(workload)
+        if reason:
+            return reason
+        schedule = legality.best_fit(workload, HOPPER_SHARED_BYTES)
+        if schedule is None:
+            return "activations leave no room for two tiles of weights"
+        return legality.broken_rule(workload, schedule)
 
     def space(self, workload: Workload, chip: ChipLike) -> Iterator[DecodeSchedule]:
-        blocks = self._blocks(workload) or 128
+        blocks = legality.blocks_of(workload) or 128
         knobs = itertools.product(
             (1024, 2048), (1, 2, 3), (4, 5, 7, 9, 11), (2, 3, 4, 6), (1, 2), (1, 2, 4), (32, 64)
         )
@@ -78,77 +55,18 @@ class DecodeStep(MosaicGpuKernel):
                 )  # fmt: skip
 
     def default(self, workload: Workload, chip: ChipLike) -> DecodeSchedule:
-        """As many tiles in flight as fit; fewer, wider blocks of columns where rows are many."""
-        blocks = self._blocks(workload) or 128
-        columns = (workload["D"], workload["N"], workload["F"])
-        chunk = next(c for c in (1024, 512, 256, 128) if all(k % c == 0 for k in columns))
-        pages = -(-workload["C"] * workload["B"] * workload["K"] // blocks)
-        best = None
-        for down_parts in _divisors(workload["F"] // chunk):
-            for stages in range(2, 25):
-                schedule = DecodeSchedule(
-                    blocks=blocks, warpgroups=2, chunk=chunk, stages=stages,
-                    kv_stages=min(2, max(1, pages)), down_parts=down_parts,
-                    hint_copies=min(32, blocks),
-                )  # fmt: skip
-                needed = self.shared_memory_bytes(workload, schedule)
-                if needed > chip.shared_memory_bytes:
-                    break
-                best = schedule
-            if best is not None and best.stages * GROUP_ROWS * 2 * chunk >= 96 * 1024:
-                break
-        assert best is not None, "shared memory too small for two tiles"
-        return best
+        schedule = legality.best_fit(workload, chip.shared_memory_bytes)
+        assert schedule is not None, f"{chip.name} has less shared memory than `supports` assumes"
+        return schedule
 
     def illegal(self, workload: Workload, schedule: Any, chip: ChipLike) -> str | None:
-        w, s = workload, schedule
-        if s.blocks > chip.num_sms:
-            return f"{s.blocks} blocks wait for each other, {chip.name} runs {chip.num_sms} at once"
-        if s.blocks % 4 or s.blocks > 128 or s.blocks < 8:
-            return f"{s.blocks} blocks: a multiple of 4 from 8 to 128"
-        if s.warpgroups not in (1, 2, 3, 4):
-            return f"{s.warpgroups} consumer warpgroups: 1 to 4"
-        if (
-            s.chunk % FOLD_COLUMNS
-            or s.down_parts < 1
-            or s.stages < s.warpgroups
-            or min(s.kv_stages, s.in_flight) < 1
-        ):
-            return f"chunk {s.chunk} is no multiple of {FOLD_COLUMNS}, or a count is too small"
-        for name, rows in (("qkv", w["K"] * w["G"] * w["H"]), ("o", w["D"]), ("gate_up", w["F"])):
-            if rows % (s.blocks * GROUP_ROWS):
-                return f"{rows} rows of {name} do not divide into {s.blocks} blocks of groups of 8"
-        for name, columns in (("qkv", w["D"]), ("o", w["N"]), ("down", w["F"] // s.down_parts)):
-            if columns % s.chunk:
-                return f"{columns} columns of {name} are no multiple of the chunk {s.chunk}"
-        if w["F"] % s.down_parts:
-            return f"{w['F']} columns of down do not divide into {s.down_parts} parts"
-        step = Step.of(w, s)
-        half = step.embed_rows // 2
-        if half & (half - 1) or half > 32:
-            return f"{step.embed_rows} rows of x a block: a power of two up to 64"
-        if step.pairs > s.blocks:
-            return f"{step.pairs} (row, kv head) pairs need as many blocks"
-        share = step.group_dim // step.splits
-        if share < 4 or share & (share - 1):
-            return f"{step.splits} splits leave {share} dims to combine a block"
-        if step.group_dim < 64:
-            return f"{step.group_dim} dims of a kv head's queries: at least 64"
-        if (
-            s.chains not in (1, 2)
-            or not 1 <= s.hint_copies <= s.blocks
-            or step.pairs * step.splits % 4
-        ):
-            return (
-                "1 or 2 chains, hint copies up to the blocks, a multiple of 4 blocks in attention"
-            )
-        registers = 4 * w["B"] * s.chains + step.group * 10 + 40
-        if (s.warpgroups + 1) * 128 * registers > 65536:
-            return f"about {registers} registers a thread do not fit {s.warpgroups} warpgroups"
-        return None
+        if schedule.blocks > chip.num_sms:
+            limit = f"{chip.name} runs {chip.num_sms} at once"
+            return f"{schedule.blocks} blocks wait for each other, {limit}"
+        return legality.broken_rule(workload, schedule)
 
     def shared_memory_bytes(self, workload: Workload, schedule: Any) -> int:
-        return SharedMemory(Step.of(workload, schedule)).total_bytes + STATIC_SHARED_BYTES
+        return legality.shared_memory_bytes(workload, schedule)
 
     def outputs(self, workload: Workload, schedule: Any) -> tuple[tuple[int, ...], ...]:
         w = workload
@@ -167,10 +85,6 @@ class DecodeStep(MosaicGpuKernel):
     def build(self, workload: Workload, schedule: Any) -> Callable[..., Any]:
         step = Step.of(workload, schedule)
         return _greedy(step) if step.vocab else _stack(step)
-
-
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def _stack(step: Step) -> Callable[..., Any]:
