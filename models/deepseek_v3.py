@@ -52,7 +52,7 @@ class Config(DecoderConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Returns the config. Raises ModelError listing every unsupported or missing value."""
         hf = HfConfig(config)
-        fields = hf.decoder_fields(dequantized=("fp8",))
+        fields = hf.decoder_fields()
         layers = fields["num_layers"]
         rope = hf.rope(hf.integer("qk_rope_head_dim"))
         latent, experts = _latent(hf, fields, rope), _experts(hf, fields)

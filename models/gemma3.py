@@ -141,7 +141,7 @@ def _windows(hf: HfConfig, layers: int) -> tuple[int, ...]:
 def _ropes(hf: HfConfig, head_dim: int) -> tuple[Rope, Rope]:
     """Rotation of global layers and of local ones, which the scaling does not touch."""
     parameters = hf.get("rope_parameters", {})
-    if "full_attention" in parameters:
+    if isinstance(parameters, Mapping) and "full_attention" in parameters:
         return (
             hf.rope(head_dim, parameters["full_attention"], 1e6),
             hf.rope(head_dim, parameters.get("sliding_attention", {}), 1e4),

@@ -106,7 +106,7 @@ class Config(DecoderConfig):
         hf.one_of("use_qk_norm", (True,), True)
         hf.one_of("qk_norm_type", ("per_layer",), "per_layer")
         hf.one_of("shared_intermediate_size", (0,), 0)
-        if set(hf.get("attn_type_list", ())) - {1}:
+        if set(hf.integers("attn_type_list")) - {1}:
             hf.problem("attn_type_list has layers that are not full attention (1)")
         built = cls(
             **fields,

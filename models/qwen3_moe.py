@@ -41,7 +41,7 @@ class Config(Qwen3Config):
         hf = HfConfig(config)
         fields = qwen3_fields(hf)
         step = hf.integer("decoder_sparse_step", 1)
-        dense = set(hf.get("mlp_only_layers", ()))
+        dense = hf.integers("mlp_only_layers")
         sparse = [i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0]
         experts = ExpertsConfig(
             embed_dim=fields["embed_dim"],

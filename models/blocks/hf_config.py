@@ -44,7 +44,7 @@ class HfConfig:
             self.problem(f"{name} is missing")
         elif isinstance(value, bool) or not isinstance(value, fits):
             self.problem(f"{name} is {value!r}, wanted type {kind.__name__}")
-        elif value < minimum:
+        elif not value >= minimum:  # NaN, too
             self.problem(f"{name} is {value}, wanted at least {minimum}")
         else:
             return kind(value)
@@ -73,14 +73,14 @@ class HfConfig:
             return tuple(default)
         return tuple(value)
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
+    def integers(self, name: str) -> tuple[int, ...]:
         """An int, a list of ints or null."""
         value = self.get(name, ())
-        ids = tuple(value) if isinstance(value, list | tuple) else (value,)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            self.problem(f"{name} is {value!r}, wanted a token id or a list of them")
+        found = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+            self.problem(f"{name} is {value!r}, wanted an int or a list of ints")
             return ()
-        return ids
+        return found
 
     def dtype(self) -> str:
         """The checkpoint's dtype name (`dtype`, or `torch_dtype` in older files)."""
@@ -90,11 +90,13 @@ class HfConfig:
             return "float32"
         return value
 
-    def rope_parameters(self, layer_type: str | None = None) -> Mapping[str, Any]:
-        """`rope_parameters`, of one layer type if nested; older spellings become that form."""
-        parameters = dict(self.get("rope_parameters", self.get("rope_scaling", {})))
-        if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
-            parameters = dict(parameters[layer_type])
+    def rope_parameters(self) -> Mapping[str, Any]:
+        """`rope_parameters`; older spellings become that form."""
+        found = self.get("rope_parameters", self.get("rope_scaling", {}))
+        if not isinstance(found, Mapping):
+            self.problem(f"rope_parameters are {found!r}, wanted an object")
+            found = {}
+        parameters = dict(found)
         for name in ("rope_theta", "partial_rotary_factor"):
             if name in self.raw:
                 parameters.setdefault(name, self.raw[name])
@@ -134,13 +136,10 @@ class HfConfig:
         self.problems += [f"rope_parameters: {text}" for text in found.problems]
         return rope
 
-    def decoder_fields(
-        self, activation: str = "hidden_act", dequantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def decoder_fields(self, activation: str = "hidden_act") -> dict[str, Any]:
         """The fields of `DecoderConfig` that every decoder's config.json spells alike.
 
-        `activation` names the field of the activation, `dequantized` the quantization methods whose
-        weights are dequantized as they are read.
+        `activation` names the field of the activation.
         """
         embed_dim, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
@@ -151,7 +150,7 @@ class HfConfig:
         head_dim = self.integer("head_dim", embed_dim // heads or 1)
         if head_dim % 2:
             self.problem(f"head_dim={head_dim} is odd; rotary embeddings need pairs")
-        self._check_quantization(dequantized)
+        self._check_quantization()
         return {
             "vocab_size": self.integer("vocab_size"),
             "embed_dim": embed_dim,
@@ -162,18 +161,21 @@ class HfConfig:
             "head_dim": head_dim,
             "norm_eps": self.number("rms_norm_eps", 1e-6),
             "max_context_tokens": self.context_tokens(),
-            "eos_token_ids": self.token_ids("eos_token_id"),
+            "eos_token_ids": self.integers("eos_token_id"),
             "dtype": self.dtype(),
             "activation": self.one_of(activation, _ACTIVATIONS, "silu"),
             "tied_embeddings": self.flag("tie_word_embeddings"),
         }
 
-    def _check_quantization(self, dequantized: Sequence[str]) -> None:
+    def _check_quantization(self) -> None:
+        """Block-scaled float8 is dequantized as it is read, before a family sees it."""
         found = self.get("quantization_config")
         method = found.get("quant_method") if isinstance(found, Mapping) else found
-        if method is not None and method not in dequantized:
-            supported = ", ".join(dequantized) or "none in this family"
-            self.problem(f"quantization_config: method {method!r}; supported: {supported}")
+        blocks = isinstance(found, Mapping) and found.get("weight_block_size")
+        if method is not None and not (method == "fp8" and blocks):
+            self.problem(
+                f"quantization_config: method {method!r}; supported: 'fp8' with weight_block_size"
+            )
 
     def check_experts(self, experts: ExpertsConfig) -> None:
         """Notes numbers of a mixture that contradict each other."""

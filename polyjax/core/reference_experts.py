@@ -73,6 +73,7 @@ def experts(
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[owned].add(1)[:num_experts]
     firsts = jnp.cumsum(counts) - counts
     last_blocks = jnp.cumsum(-(-counts // rows))
+    flat_gate_up = gate_up.reshape(num_experts, -1, x.shape[1])
     pair_weights = weights.reshape(-1).astype(f32)
 
     def add_block(block: jax.Array, total: jax.Array) -> jax.Array:
@@ -81,10 +82,11 @@ def experts(
         position = offset + jnp.arange(rows)
         pair = order[jnp.minimum(firsts[expert] + position, pairs - 1)]
         token = pair // choices
-        w_in = jax.lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
+        w_in = jax.lax.dynamic_index_in_dim(flat_gate_up, expert, keepdims=False)
         w_out = jax.lax.dynamic_index_in_dim(down, expert, keepdims=False)
-        hidden = jnp.einsum("md,cfd->mcf", x[token], w_in, preferred_element_type=f32)
-        hidden = gated_activation(ops, hidden.astype(x.dtype), activation=activation)
+        hidden = jnp.einsum("md,nd->mn", x[token], w_in, preferred_element_type=f32)
+        hidden = hidden.astype(x.dtype).reshape(rows, 2, -1)
+        hidden = gated_activation(ops, hidden, activation=activation)
         y = jnp.einsum("mf,df->md", hidden, w_out, preferred_element_type=f32)
         weight = jnp.where(position < counts[expert], pair_weights[pair], 0.0)
         return total.at[token].add(weight[:, None] * y)

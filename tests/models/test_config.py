@@ -49,6 +49,7 @@ def test_every_problem_is_listed_at_once() -> None:
             "torch_dtype": "int8",
             "eos_token_id": "end",
             "num_hidden_layers": True,
+            "rms_norm_eps": float("nan"),
         },
     )
     for name in (
@@ -61,6 +62,7 @@ def test_every_problem_is_listed_at_once() -> None:
         "dtype is 'int8'",
         "eos_token_id is 'end'",
         "num_hidden_layers is True",
+        "rms_norm_eps is nan",
     ):
         assert name in text
 
