@@ -18,7 +18,9 @@ from polyjax.core.op import Workload
 STATIC_SHARED_BYTES = 1024  # what Mosaic GPU itself takes
 REGISTERS_PER_BLOCK = 65536  # 32-bit registers of a multiprocessor
 ENOUGH_RING_BYTES = 96 * 1024  # keeps memory busy for 3 us: about two exchanges between blocks
-MAX_BATCH = 16  # N = 8 * batch columns of a wgmma, and a lane for each of 2 * batch traces
+# N = 8 * batch columns of a wgmma, and a lane for each of 2 * batch traces, allow 16; from there on
+# separate kernels are faster (1B, batch 16, on an H200: 1212 us against plain JAX's 1185).
+MAX_BATCH = 8
 BF16_ARGUMENTS = ("x", "attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "kv")
 
 

@@ -235,16 +235,15 @@ def test_emulated_step_leaves_other_slots_and_inactive_rows_alone() -> None:
         assert set(zip(*np.nonzero(changed.any((1, 2, 4))), strict=True)) == {(page, 4)}
 
 
-@pytest.mark.parametrize(
-    ("name", "batch"),
-    [("1b", 1), ("1b", 3), ("1b", 8), ("1b", 16), ("8b", 1), ("8b", 8), ("8b", 16)],
-)
+@pytest.mark.parametrize(("name", "batch"), [("1b", 1), ("1b", 3), ("1b", 8), ("8b", 1), ("8b", 8)])
 def test_default_schedule_is_legal(name: str, batch: int) -> None:
     workload = llama(name, batch)
-    if mosaic_gpu.GREEDY.supports(workload):
-        assert (name, batch) == ("8b", 16)  # 128 KiB of activations
-        return
     mosaic_gpu.GREEDY.check(workload, mosaic_gpu.GREEDY.default(workload, H200), H200)
+
+
+def test_batches_that_separate_kernels_win_are_left_to_them() -> None:
+    reason = mosaic_gpu.GREEDY.supports(llama("1b", 16))
+    assert reason and "batch 16" in reason
 
 
 def test_illegal_schedules_and_chips_are_refused_with_the_reason() -> None:
