@@ -146,11 +146,14 @@ class PagedModel:
                 parts.append(logits)
         return [np.concatenate(parts) for parts in done]
 
-    def greedy(self, first: Sequence[int], count: int) -> list[list[int]]:
-        """Decodes `count` tokens a row, the first of which are given; all rows in one batch."""
+    def greedy(self, first: Sequence[int], count: int, width: int = 1) -> list[list[int]]:
+        """Decodes `count` tokens a row, the first of which are given; all rows in one batch.
+
+        `width` is the new tokens the program has room for; one of them is used.
+        """
         tokens = [[token] for token in first]
         for _ in range(count - 1):
-            logits = self.step([row[-1:] for row in tokens], 1)
+            logits = self.step([row[-1:] for row in tokens], width)
             for row, scores in zip(tokens, logits, strict=True):
                 row.append(int(scores[-1].argmax()))
         return tokens

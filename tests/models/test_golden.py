@@ -62,11 +62,15 @@ class TestEveryCase:
         last = np.stack([logits[row][n - 1] for row, n in enumerate(expected.prompt_lens)])
         assert_close(last, expected.prompt_logits, expected)
 
-    def test_golden_greedy_continuation(self, model: PagedModel, expected: Golden) -> None:
+    def test_golden_greedy_continuation(
+        self, model: PagedModel, expected: Golden, family: str, case: str
+    ) -> None:
         prompts = [expected.prompt(row) for row in range(expected.num_rows)]
         first = [int(logits[-1].argmax()) for logits in model.feed(prompts, CHUNK)]
         wanted = [expected.continuation(row) for row in range(expected.num_rows)]
-        assert model.greedy(first, len(wanted[0])) == wanted
+        # Most cases decode in the program they already have: one compilation less.
+        width = 1 if (family, case) in ONE_EACH else CHUNK
+        assert model.greedy(first, len(wanted[0]), width) == wanted
 
 
 @pytest.mark.parametrize("family, case", ONE_EACH, scope="module")
