@@ -1,8 +1,8 @@
-"""What every Mosaic GPU kernel of this package shares: legality checks, write-map coverage, layouts.
+"""What every Mosaic GPU kernel of this package shares: legality checks and write-map coverage.
 
-A kernel module describes one implementation as a frozen `MosaicGpuKernel` subclass. The cheap static
-verdict lives here: chip features by name, shared memory, kernel-specific divisibility, and exact
-coverage of the declared write map.
+A kernel module describes one implementation as a frozen `MosaicGpuKernel` subclass. The cheap
+static verdict lives here: chip features by name, shared memory, kernel-specific divisibility, and
+exact coverage of the declared write map.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from polyjax.core.errors import ScheduleError
 from polyjax.core.chips import ChipSpec
+from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Op, Schedule, Workload, Writes
 
 WARPGROUP_THREADS = 128
@@ -39,7 +39,9 @@ def shared_array_bytes(*shape: int, itemsize: int) -> int:
     return round_up(math.prod(shape) * itemsize, 1024)
 
 
-def clipped(shape: tuple[int, ...], starts: Iterable[int], sizes: Iterable[int], output: int = 0) -> Writes:
+def clipped(
+    shape: tuple[int, ...], starts: Iterable[int], sizes: Iterable[int], output: int = 0
+) -> Writes:
     """The part of a block that lies inside the output: the copy engine drops what lies outside."""
     starts = tuple(starts)
     kept = tuple(min(size, n - start) for start, size, n in zip(starts, sizes, shape, strict=True))
@@ -66,9 +68,14 @@ def _uncovered_output(blocks: list[Writes], shape: tuple[int, ...]) -> str | Non
     if (starts < 0).any() or (ends > np.array(shape)).any():
         return f"a block leaves the bounds {shape}"
     # Blocks are boxes: count on the grid of all box edges instead of on every element.
-    edges = [np.unique(np.concatenate([[0, n], starts[:, i], ends[:, i]])) for i, n in enumerate(shape)]
+    edges = [
+        np.unique(np.concatenate([[0, n], starts[:, i], ends[:, i]])) for i, n in enumerate(shape)
+    ]
     delta = np.zeros([len(e) for e in edges], np.int64)
-    corners = [(np.searchsorted(e, starts[:, i]), np.searchsorted(e, ends[:, i])) for i, e in enumerate(edges)]
+    corners = [
+        (np.searchsorted(e, starts[:, i]), np.searchsorted(e, ends[:, i]))
+        for i, e in enumerate(edges)
+    ]
     for corner in itertools.product((0, 1), repeat=len(shape)):
         np.add.at(delta, tuple(corners[i][c] for i, c in enumerate(corner)), (-1) ** sum(corner))
     count = functools.reduce(np.cumsum, range(len(shape)), delta)
@@ -100,6 +107,14 @@ class MosaicGpuKernel:
 
     def default(self, workload: Workload, chip: ChipSpec) -> Any:
         raise NotImplementedError
+
+    def rank(self, workload: Workload, schedule: Any, chip: ChipSpec) -> tuple[Any, ...]:
+        """How promising the analytical model finds a legal schedule; higher is better."""
+        return ()
+
+    def family(self, schedule: Any) -> tuple[Any, ...]:
+        """The knobs that divide the work differently; a sweep tries each family before variants."""
+        return ()
 
     def shared_memory_bytes(self, workload: Workload, schedule: Any) -> int:
         raise NotImplementedError
@@ -137,7 +152,8 @@ class MosaicGpuKernel:
         needed = self.shared_memory_bytes(workload, schedule)
         if needed > chip.shared_memory_bytes:
             raise ScheduleError(
-                f"{self.name}: {needed} bytes of shared memory, {chip.name} has {chip.shared_memory_bytes}"
+                f"{self.name}: {needed} bytes of shared memory, "
+                f"{chip.name} has {chip.shared_memory_bytes}"
             )
         reason = _write_map_fault(self, workload, _Writing(self.writing(schedule), schedule))
         if reason:

@@ -31,7 +31,7 @@ REDUCTION_SCRATCH_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class GemvSchedule(Schedule):
-    """`rows` weight rows a block, `tile_k` columns a step, `lookahead` steps loaded ahead of their use."""
+    """`rows` weight rows a block, `tile_k` columns a step, `lookahead` steps loaded early."""
 
     rows: int = 4
     tile_k: int = 1024
@@ -73,9 +73,14 @@ class Gemv:
             return "lookahead needs at least two steps"
         per_lane = s.tile_k // WARPGROUP_THREADS
         weights = self.groups * s.rows
-        registers = per_lane * (
-            self.activations * (weights + 1 + self.normalised) + weights * (1 + s.lookahead) // 2
-        ) + 30
+        registers = (
+            per_lane
+            * (
+                self.activations * (weights + 1 + self.normalised)
+                + weights * (1 + s.lookahead) // 2
+            )
+            + 30
+        )
         if registers > REGISTERS_PER_THREAD:
             return f"about {registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
         return None
@@ -110,12 +115,16 @@ class Gemv:
                 scale = load(norm_g, step).astype(f32)
                 x = [v * scale for v in x]
             w = [v.astype(f32) for v in w]
-            sums = [[t + v * xm for t, v in zip(row, w, strict=True)] for row, xm in zip(sums, x, strict=True)]
+            sums = [
+                [t + v * xm for t, v in zip(row, w, strict=True)]
+                for row, xm in zip(sums, x, strict=True)
+            ]
             return sums, squares
 
         zero = plgpu.layout_cast(jnp.zeros((s.tile_k,), f32), layout)
-        state = [[zero] * (self.groups * s.rows)] * self.activations, [zero] * (
-            self.activations if norm_g is not None else 0
+        state = (
+            [[zero] * (self.groups * s.rows)] * self.activations,
+            [zero] * (self.activations if norm_g is not None else 0),
         )
         first = weights(0)  # weights do not depend on the kernel before, activations do
         if s.dependent_launch:
@@ -149,8 +158,14 @@ class Gemv:
 
     def launch(self) -> dict[str, Any]:
         """Keyword arguments of `plgpu.kernel` that follow from the schedule."""
-        params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES)
-        return dict(grid=(self.outputs // self.schedule.rows,), grid_names=("block",), compiler_params=params)
+        params = plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES
+        )
+        return {
+            "grid": (self.outputs // self.schedule.rows,),
+            "grid_names": ("block",),
+            "compiler_params": params,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +199,6 @@ class GemvKernel(MosaicGpuKernel):
 
         Measured on an H200: 8 rows of 1024 columns for long reductions, 4 for short ones.
         """
-        gemv = self.gemv(workload, GemvSchedule())
         legal = [
             s
             for s in self.space(workload, chip)
@@ -192,14 +206,17 @@ class GemvKernel(MosaicGpuKernel):
         ]
         if not legal:  # `check` names the reason
             return GemvSchedule(1, 256)
+        return max(legal, key=lambda s: self.rank(workload, s, chip))
 
-        def preference(s: GemvSchedule) -> tuple[Any, ...]:
-            fills = gemv.outputs // s.rows >= 2 * chip.num_sms
-            in_flight = s.rows * gemv.groups * s.tile_k
-            target = 8192 if gemv.depth > 4096 else 4096
-            return fills, -abs(in_flight - target), -abs(s.tile_k - 1024)
+    def rank(self, workload: Workload, schedule: GemvSchedule, chip: ChipSpec) -> tuple[Any, ...]:
+        s, gemv = schedule, self.gemv(workload, schedule)
+        in_flight = s.rows * gemv.groups * s.tile_k
+        target = 8192 if gemv.depth > 4096 else 4096
+        fills = gemv.outputs // s.rows >= 2 * chip.num_sms
+        return fills, not s.lookahead, -abs(in_flight - target), -abs(s.tile_k - 1024)
 
-        return max(legal, key=preference)
+    def family(self, schedule: GemvSchedule) -> tuple[Any, ...]:
+        return (schedule.rows,)
 
     def illegal(self, workload: Workload, schedule: GemvSchedule, chip: ChipSpec) -> str | None:
         return self.gemv(workload, schedule).illegal(chip)

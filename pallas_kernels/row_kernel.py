@@ -1,4 +1,4 @@
-"""Base of the small kernels that handle one row of activations a block, straight through registers."""
+"""Base of the small kernels that take one row of activations a block through registers."""
 
 from __future__ import annotations
 

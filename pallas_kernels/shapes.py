@@ -6,6 +6,7 @@ Sizes are those of the models' published configurations (config.json on the Hugg
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ NUM_PAGES = 256  # of an abstract pool; kernels do not specialise on it
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """One model's sizes, in the letters of the design's word list (a shard's if tensor-parallel)."""
+    """One model's sizes by axis letter (a shard's if tensor-parallel)."""
 
     name: str
     D: int
@@ -44,6 +45,6 @@ MODELS = (
 )
 
 
-def array(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     """An abstract array, of bfloat16 unless told otherwise."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

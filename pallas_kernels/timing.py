@@ -8,7 +8,6 @@ would run in sequence. The weight sets together exceed the L2 cache several time
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,19 +42,9 @@ class Chain:
         return (time.perf_counter() - begin) / calls / self.links * 1e6
 
 
-def chained(call: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Returns f(weights, carry) that applies carry = call(weight, carry) over all weights in turn."""
-    one = jax.jit(call)  # one trace and one lowering for all links
-
-    def chain(weights: Sequence[Any], carry: Any) -> Any:
-        for weight in weights:
-            carry = one(weight, carry)
-        return carry
-
-    return chain
-
-
-def alternate(chains: Sequence[Chain], samples: int, sample_ms: float = 8.0) -> dict[str, list[float]]:
+def alternate(
+    chains: Sequence[Chain], samples: int, sample_ms: float = 8.0
+) -> dict[str, list[float]]:
     """Returns `samples` microseconds per link of every chain, taken in turns against drift."""
     calls = {}
     for chain in chains:
@@ -68,7 +57,3 @@ def alternate(chains: Sequence[Chain], samples: int, sample_ms: float = 8.0) -> 
         for chain in chains:
             timed[chain.name].append(chain.run(calls[chain.name]))
     return timed
-
-
-def median(samples: Sequence[float]) -> float:
-    return statistics.median(samples)

@@ -1,14 +1,16 @@
 """Skinny matrix products that stream weights through shared memory into swap-AB wgmma.
 
-Decode multiplies few activation rows (M) with large weights, so the weights are the 64-row A operand
-of wgmma and the activations its N operand (M padded to 8). Blocks are persistent: each takes every
-`blocks`-th tile of 64 weight rows, and its ring of weight chunks runs ahead across tiles. With
-`split_k` > 1 the blocks of one cluster share a tile, each with its part of K; partial sums travel
-through distributed shared memory to the first block of the cluster, which adds them in fixed order.
+Decode multiplies few activation rows (M) with large weights, so the weights are the 64-row A
+operand of wgmma and the activations its N operand (M padded to 8). Blocks are persistent: each
+takes every `blocks`-th tile of weight rows, and its ring of weight chunks runs ahead across tiles.
+With `split_k` > 1 the blocks of one cluster share a tile, each with its part of K; partial sums
+travel through distributed shared memory to the first block of the cluster, which adds them in fixed
+order.
 
 Activations are either resident (loaded once per block) or streamed beside the weights; RMSNorm
-multiplies them by its weight in shared memory and scales the sums by 1/rms. `Stream.run` is the skeleton; an op gives it `load` (which weight rows belong to a tile)
-and `epilogue` (what becomes of the sums).
+multiplies them by its weight in shared memory and scales the sums by 1/rms. `Stream.run` is the
+skeleton; an op gives it `load` (which weight rows belong to a tile) and `epilogue` (what becomes of
+the sums).
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from pallas_kernels.base import (
 from polyjax.core.chips import ChipSpec
 from polyjax.core.op import Schedule
 
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # 16-bit elements
+SWIZZLED = (
+    plgpu.TilingTransform((8, 64)),
+    plgpu.SwizzleTransform(SWIZZLE_BYTES),
+)  # 16-bit elements
 SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
 ACCUMULATOR = plgpu.Layout.WGMMA
 PER_ROW = ACCUMULATOR.reduce(1)  # one value per weight row
@@ -45,10 +50,15 @@ PER_COLUMN = ACCUMULATOR.reduce(0)  # one value per activation row
 class StreamSchedule(Schedule):
     """Knobs of a weight stream.
 
-    `tile_k` weight columns per pipeline step, `stages` steps in flight, `split_k` blocks that share a
-    tile, `blocks` tiles worked on at once (clusters if split), `resident` keeps the activations in
-    shared memory, `reduction` "cluster" or its plain path "serial" (one block adds the same partial
-    sums in the same order), `dependent_launch` starts streaming before the previous kernel ends.
+    `tile_k` weight columns per pipeline step, `stages` steps in flight, `split_k` blocks that share
+    a tile, `blocks` tiles worked on at once (clusters if split), `resident` keeps the activations
+    in shared memory, `reduction` "cluster" or its plain path "serial" (one block adds the same
+    partial sums in the same order), `dependent_launch` starts streaming before the previous kernel
+    ends, `tile_rows` weight rows a tile where the op leaves a choice, `separate_norm` lets XLA
+    normalise the activations beforehand.
+
+    With `dependent_launch` weights are read before the previous kernel has ended: they must be
+    arguments of the program, never the result of another op in it.
     """
 
     tile_k: int = 128
@@ -58,11 +68,13 @@ class StreamSchedule(Schedule):
     resident: bool = True
     reduction: str = "cluster"
     dependent_launch: bool = False
+    tile_rows: int = MMA_ROWS
+    separate_norm: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The geometry of one product: `tiles` x [groups, 64, depth] weights with [rows, depth] activations."""
+    """One product: `tiles` x [groups, 64, depth] weights with [rows, depth] activations."""
 
     rows: int
     groups: int
@@ -129,24 +141,32 @@ class Stream:
         x_slots = self.block_steps if s.resident else s.stages
         total = part(s.stages, self.groups, MMA_ROWS, s.tile_k, itemsize=2)
         total += part(x_slots, self.columns, s.tile_k, itemsize=2)
-        total += self.groups * part(self.columns, MMA_ROWS, itemsize=4)  # output and residual staging
+        total += self.groups * part(
+            self.columns, MMA_ROWS, itemsize=4
+        )  # output and residual staging
         if self.cluster > 1:
-            total += part(self.part_slots, self.cluster - 1, self.groups, MMA_ROWS, self.columns, itemsize=4)
-            total += part(self.cluster - 1, MMA_ROWS, self.columns, itemsize=4) if self.normalised else 0
+            total += part(
+                self.part_slots, self.cluster - 1, self.groups, MMA_ROWS, self.columns, itemsize=4
+            )
+            total += (
+                part(self.cluster - 1, MMA_ROWS, self.columns, itemsize=4) if self.normalised else 0
+            )
         barriers = s.stages + 8
         return total + REDUCTION_SCRATCH_BYTES + barriers * BARRIER_BYTES + 2048
 
     def scratch(self) -> dict[str, Any]:
         s = self.schedule
         x_slots = self.block_steps if s.resident else s.stages
-        types: dict[str, Any] = dict(
-            w_s=plgpu.SMEM((s.stages, self.groups, MMA_ROWS, s.tile_k), jnp.bfloat16, transforms=SWIZZLED),
-            x_s=plgpu.SMEM((x_slots, self.columns, s.tile_k), jnp.bfloat16, transforms=SWIZZLED),
-            ring=plgpu.Barrier(
+        types: dict[str, Any] = {
+            "w_s": plgpu.SMEM(
+                (s.stages, self.groups, MMA_ROWS, s.tile_k), jnp.bfloat16, transforms=SWIZZLED
+            ),
+            "x_s": plgpu.SMEM((x_slots, self.columns, s.tile_k), jnp.bfloat16, transforms=SWIZZLED),
+            "ring": plgpu.Barrier(
                 num_arrivals=self.weight_copies + (not s.resident), num_barriers=s.stages
             ),
-            x_loaded=plgpu.Barrier(num_arrivals=self.block_steps),
-        )
+            "x_loaded": plgpu.Barrier(num_arrivals=self.block_steps),
+        }
         if self.cluster > 1:
             part = (self.groups, MMA_ROWS, self.columns)
             types["part_s"] = plgpu.SMEM((self.part_slots, self.cluster - 1, *part), f32)
@@ -165,9 +185,9 @@ class Stream:
 
     def launch(self) -> dict[str, Any]:
         """Keyword arguments of `plgpu.kernel` that follow from the schedule."""
-        launch: dict[str, Any] = dict(grid=(self.schedule.blocks,), grid_names=("block",))
+        launch: dict[str, Any] = {"grid": (self.schedule.blocks,), "grid_names": ("block",)}
         if self.cluster > 1:
-            launch |= dict(cluster=(self.cluster,), cluster_names=("split",))
+            launch |= {"cluster": (self.cluster,), "cluster_names": ("split",)}
         launch["compiler_params"] = plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES
         )
@@ -231,7 +251,9 @@ class _StreamBody:
             scale = self.load_activations()
         else:
             for step in range(schedule.stages):
-                pl.when(step < self.total_steps)(lambda step=step: self.fetch_activations(jnp.int32(step)))
+                pl.when(step < self.total_steps)(
+                    lambda step=step: self.fetch_activations(jnp.int32(step))
+                )
         jax.lax.fori_loop(0, my_tiles, lambda i, _: self.tile(i, scale), None)
         plgpu.wait_smem_to_gmem(0)
         if "all_done" in self.scratch:
@@ -253,7 +275,9 @@ class _StreamBody:
     def fetch_activations(self, step: Any) -> None:
         schedule = self.stream.schedule
         slot = jax.lax.rem(step, schedule.stages)
-        self.copy_activations(jax.lax.rem(step, self.stream.block_steps), slot, self.scratch["ring"].at[slot])
+        self.copy_activations(
+            jax.lax.rem(step, self.stream.block_steps), slot, self.scratch["ring"].at[slot]
+        )
 
     def copy_activations(self, step: Any, slot: Any, barrier: Any) -> None:
         s = self.stream
@@ -263,7 +287,9 @@ class _StreamBody:
     def load_activations(self) -> jax.Array | None:
         """Fills x_s; with a norm, returns 1/rms [64, columns] (the leading block's is complete)."""
         s, x_loaded = self.stream, self.scratch["x_loaded"]
-        jax.lax.fori_loop(0, s.block_steps, lambda j, _: self.copy_activations(j, j, x_loaded), None)
+        jax.lax.fori_loop(
+            0, s.block_steps, lambda j, _: self.copy_activations(j, j, x_loaded), None
+        )
         plgpu.barrier_wait(x_loaded)
         if self.norm_g is None:
             return None
@@ -308,7 +334,12 @@ class _StreamBody:
 
     def send(self, value: jax.Array, destination: Any, barrier: Any) -> None:
         plgpu.async_store_smem(
-            value, destination, barrier, cluster_idx=jnp.int32(0), cluster_dim="split", optimized=False
+            value,
+            destination,
+            barrier,
+            cluster_idx=jnp.int32(0),
+            cluster_dim="split",
+            optimized=False,
         )
 
     def tile(self, i: Any, scale: jax.Array | None) -> None:
@@ -362,8 +393,10 @@ class _StreamBody:
         sums, squares = pl.run_scoped(scoped, *[accumulator] * s.groups)
         return list(sums), squares
 
-    def reduce_in_cluster(self, i: Any, tile: Any, sums: list[jax.Array], scale: jax.Array | None) -> None:
-        """Adds the blocks' partial sums in the order of their splits, in the cluster's first block."""
+    def reduce_in_cluster(
+        self, i: Any, tile: Any, sums: list[jax.Array], scale: jax.Array | None
+    ) -> None:
+        """Adds the blocks' partial sums in the order of their splits, in the first block."""
         s, scratch = self.stream, self.scratch
         slot = jax.lax.rem(i, s.part_slots)
         part_s, ready = scratch["part_s"].at[slot], scratch["part_ready"].at[slot]
@@ -393,24 +426,31 @@ class _StreamBody:
         self.epilogue(tile, sums if scale is None else [total * scale for total in sums])
 
 
-def staging(columns: int, dtype: Any) -> Any:
-    """Scratch for one [columns, 64] tile of an output or residual, swizzled for the copy engine."""
+def staging(tiles: int, columns: int, dtype: Any) -> Any:
+    """Scratch for [columns, 64] tiles of an output or residual, swizzled for the copy engine."""
     transforms = SWIZZLED_F32 if jnp.dtype(dtype).itemsize == 4 else SWIZZLED
-    return plgpu.SMEM((columns, MMA_ROWS), dtype, transforms=transforms)
+    return plgpu.SMEM((tiles, columns, MMA_ROWS), dtype, transforms=transforms)
 
 
-def store_tile(value: jax.Array, staging_s: Any, destination: Any) -> None:
-    """Stores [64, columns] sums transposed into `destination` [columns, 64]; returns before it lands."""
+def store_tiles(values: list[jax.Array], staging_s: Any, destinations: list[Any]) -> None:
+    """Stores [64, columns] sums transposed to destinations [columns, 64]; returns before they land.
+
+    `staging_s` is [len(values), columns, 64].
+    """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the staging buffer
-    store_transposed(value, staging_s)
+    for i, value in enumerate(values):
+        store_transposed(value, staging_s.at[i])
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging_s, destination)
+    for i, destination in enumerate(destinations):
+        plgpu.copy_smem_to_gmem(staging_s.at[i], destination)
 
 
 def store_transposed(value: jax.Array, staging_s: Any) -> None:
     """Stores [rows, columns] in accumulator layout into shared memory [columns, rows]."""
     value = value.astype(staging_s.dtype)
-    if jnp.dtype(staging_s.dtype).itemsize == 4:  # only 16-bit elements are transposed by the store itself
+    if (
+        jnp.dtype(staging_s.dtype).itemsize == 4
+    ):  # only 16-bit elements are transposed by the store itself
         value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     staging_s.T[...] = value
 

@@ -1,4 +1,4 @@
-"""Writes new keys and values to their slots of the paged pool, in place, one token and head a block."""
+"""Writes new keys and values to their slots of the paged pool, in place."""
 
 from __future__ import annotations
 

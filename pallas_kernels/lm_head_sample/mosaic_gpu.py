@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.base import MMA_ROWS, f32, shared_array_bytes
-from pallas_kernels.lm_head.mosaic_gpu import capped
-from pallas_kernels.stream_kernel import StreamKernel, unsupported
+from pallas_kernels.lm_head.mosaic_gpu import capped, head_stream, illegal_rows, load_rows
+from pallas_kernels.stream_kernel import StreamKernel, unsupported, with_norm
 from pallas_kernels.weight_stream import ACCUMULATOR, PER_COLUMN, Stream, StreamSchedule
 from polyjax.core.chips import ChipSpec
 from polyjax.core.noise import gumbel_of, row_keys
@@ -30,6 +30,8 @@ NO_TOKEN = 2**31 - 1
 @dataclasses.dataclass(frozen=True)
 class StreamSample(StreamKernel):
     max_split: ClassVar[int] = 1  # the vocabulary gives every block tiles enough
+    tile_rows: ClassVar[tuple[int, ...]] = (MMA_ROWS, 2 * MMA_ROWS)
+    norms: ClassVar[tuple[bool, ...]] = (False, True)
 
     def supports(self, workload: Workload) -> str | None:
         if workload["V"] < MMA_ROWS:
@@ -39,8 +41,7 @@ class StreamSample(StreamKernel):
         return unsupported(workload, workload["M"], workload["D"], "x", "norm", "w")
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
-        tiles = -(-workload["V"] // MMA_ROWS)
-        return Stream(workload["M"], 1, tiles, workload["D"], schedule, True)
+        return head_stream(workload, schedule)
 
     def extra_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
         columns = self.stream(workload, schedule).columns
@@ -49,10 +50,10 @@ class StreamSample(StreamKernel):
     def illegal(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> str | None:
         if schedule.blocks > 4 * chip.num_sms:
             return f"blocks={schedule.blocks} leave more candidates than one reduction should read"
-        return super().illegal(workload, schedule, chip)
+        return illegal_rows(workload, schedule) or super().illegal(workload, schedule, chip)
 
     def writing(self, schedule: StreamSchedule) -> Any:
-        return schedule.blocks
+        return schedule.blocks, schedule.tile_rows
 
     def outputs(self, workload: Workload, schedule: StreamSchedule) -> tuple[tuple[int, ...], ...]:
         """Values and tokens of the candidates; the op's [M] result is XLA's reduction of them."""
@@ -73,16 +74,16 @@ class StreamSample(StreamKernel):
         def body(*refs: Any, **scratch: Any) -> None:
             _SampleBody(workload, schedule, stream, greedy, refs, scratch).run()
 
-        scratch_types = stream.scratch() | dict(
-            best_s=plgpu.SMEM((MMA_ROWS, stream.columns), f32),
-            token_s=plgpu.SMEM((MMA_ROWS, stream.columns), jnp.int32),
-            temperature_s=plgpu.SMEM((stream.columns,), f32),
-            seed_s=plgpu.SMEM((stream.columns,), jnp.uint32),
-            position_s=plgpu.SMEM((stream.columns,), jnp.int32),
-            rows_ready=plgpu.Barrier(num_arrivals=3),
-            value_out_s=plgpu.SMEM((stream.columns,), f32),
-            token_out_s=plgpu.SMEM((stream.columns,), jnp.int32),
-        )
+        scratch_types = stream.scratch() | {
+            "best_s": plgpu.SMEM((MMA_ROWS, stream.columns), f32),
+            "token_s": plgpu.SMEM((MMA_ROWS, stream.columns), jnp.int32),
+            "temperature_s": plgpu.SMEM((stream.columns,), f32),
+            "seed_s": plgpu.SMEM((stream.columns,), jnp.uint32),
+            "position_s": plgpu.SMEM((stream.columns,), jnp.int32),
+            "rows_ready": plgpu.Barrier(num_arrivals=3),
+            "value_out_s": plgpu.SMEM((stream.columns,), f32),
+            "token_out_s": plgpu.SMEM((stream.columns,), jnp.int32),
+        }
         kernel = plgpu.kernel(
             body,
             out_type=(
@@ -94,11 +95,13 @@ class StreamSample(StreamKernel):
             **stream.launch(),
         )
 
+        stream_sample = with_norm(kernel, schedule, workload.option("eps"))
+
         def sample(
             x: Any, norm: Any, w: Any, temperature: Any, seeds: Any, positions: Any
         ) -> jax.Array:
             row = () if greedy else (temperature, seeds.astype(jnp.uint32), positions)
-            values, tokens = kernel(x, norm, w, *row)
+            values, tokens = stream_sample(x, norm, w, *row)
             best = jnp.max(values, axis=0, keepdims=True)
             token = jnp.min(jnp.where(values == best, tokens, NO_TOKEN), axis=0)
             return token[: workload["M"]]
@@ -123,7 +126,9 @@ class _SampleBody:
     scratch: dict[str, Any]
 
     def run(self) -> None:
-        x_g, norm_g, self.w_g, *self.rows_g, self.values_g, self.tokens_g = self.refs
+        x_g, *rest = self.refs
+        norm_g = None if self.schedule.separate_norm else rest.pop(0)
+        self.w_g, *self.rows_g, self.values_g, self.tokens_g = rest
         eps = self.workload.option("eps")
         self.stream.run(
             x_g, self.load, self.epilogue, self.scratch, norm_g, eps, after_wait=self.prepare
@@ -131,9 +136,7 @@ class _SampleBody:
         self.store()
 
     def load(self, tile: Any, k: Any, destination: Any, barrier: Any) -> None:
-        rows = pl.ds(tile * MMA_ROWS, MMA_ROWS)
-        source = self.w_g.at[rows, pl.ds(k, self.schedule.tile_k)]
-        plgpu.copy_gmem_to_smem(source, destination.at[0], barrier)
+        load_rows(self.w_g, tile, k, destination, barrier)
 
     def prepare(self) -> None:
         """Clears the best tokens and spreads the rows' sampling parameters over the columns."""
@@ -165,9 +168,14 @@ class _SampleBody:
         ]
 
     def epilogue(self, tile: Any, sums: list[jax.Array]) -> None:
+        for i, logits in enumerate(sums):
+            self.keep_best(tile * self.stream.groups + i, logits)
+
+    def keep_best(self, part: Any, logits: jax.Array) -> None:
+        """Merges the scores of 64 tokens into the block's best."""
         shape = (MMA_ROWS, self.stream.columns)
-        scores = capped(sums[0], self.workload.option("soft_cap", 0.0))
-        token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACCUMULATOR) + tile * MMA_ROWS
+        scores = capped(logits, self.workload.option("soft_cap", 0.0))
+        token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACCUMULATOR) + part * MMA_ROWS
         if not self.greedy:
             scores = scores * self.inverse
             scores = scores + gumbel_of(self.first, self.second, token) * self.noise

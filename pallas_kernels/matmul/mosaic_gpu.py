@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,14 +20,15 @@ from pallas_kernels.weight_stream import (
     StreamSchedule,
     load_staged,
     staging,
-    store_tile,
+    store_tiles,
 )
+from polyjax.core.chips import ChipSpec
 from polyjax.core.op import Workload, Writes
 from polyjax.core.ops import MATMUL
 
 
 def tile_slices(tile: Any, columns: int) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """(start, size) along M and N of one tile's output: the write map and the body's stores."""
+    """(start, size) along M and N of 64 outputs: the write map and the body's stores."""
     return (0, columns), (tile * MMA_ROWS, MMA_ROWS)
 
 
@@ -41,6 +42,8 @@ def has(workload: Workload, argument: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StreamMatmul(StreamKernel):
+    tile_rows: ClassVar[tuple[int, ...]] = (MMA_ROWS, 2 * MMA_ROWS)
+
     def supports(self, workload: Workload) -> str | None:
         columns = workload["N"]
         if columns % 8 or columns < MMA_ROWS:
@@ -50,25 +53,34 @@ class StreamMatmul(StreamKernel):
         return unsupported(workload, workload["M"], workload["K"], "x", "w")
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
-        tiles = -(-workload["N"] // MMA_ROWS)
-        return Stream(workload["M"], 1, tiles, workload["K"], schedule, False)
+        groups = schedule.tile_rows // MMA_ROWS
+        tiles = -(-workload["N"] // schedule.tile_rows)
+        return Stream(workload["M"], groups, tiles, workload["K"], schedule, False, groups)
+
+    def illegal(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> str | None:
+        if schedule.tile_rows > MMA_ROWS and workload["N"] % schedule.tile_rows:
+            return f"N={workload['N']} is no multiple of tile_rows={schedule.tile_rows}"
+        return super().illegal(workload, schedule, chip)
 
     def outputs(self, workload: Workload, schedule: StreamSchedule) -> tuple[tuple[int, ...], ...]:
         return ((workload["M"], workload["N"]),)
 
     def writes(self, workload: Workload, schedule: StreamSchedule) -> Iterator[Writes]:
         stream = self.stream(workload, schedule)
-        for tile in range(stream.tiles):
+        for tile in range(stream.tiles * stream.groups):
             starts, sizes = zip(*tile_slices(tile, stream.columns), strict=True)
             yield clipped((workload["M"], workload["N"]), starts, sizes)
 
     def build(self, workload: Workload, schedule: StreamSchedule) -> Callable[..., Any]:
         stream = self.stream(workload, schedule)
         has_bias, has_residual = has(workload, "bias"), has(workload, "residual")
-        scratch_types = stream.scratch() | {"out_s": staging(stream.columns, out_dtype(workload))}
+        scratch_types = stream.scratch() | {
+            "out_s": staging(stream.groups, stream.columns, out_dtype(workload))
+        }
         if has_residual:
-            scratch_types["residual_s"] = staging(stream.columns, workload.dtype("residual"))
-            scratch_types["residual_ready"] = plgpu.Barrier()
+            residual = staging(stream.groups, stream.columns, workload.dtype("residual"))
+            scratch_types["residual_s"] = residual
+            scratch_types["residual_ready"] = plgpu.Barrier(num_arrivals=stream.groups)
 
         def body(*refs: Any, **scratch: Any) -> None:
             x_g, w_g, *rest, out_g = refs
@@ -79,24 +91,31 @@ class StreamMatmul(StreamKernel):
                 return ref.at[tuple(pl.ds(*s) for s in tile_slices(tile, stream.columns))]
 
             def load(tile: Any, k: Any, destination: Any, barrier: Any) -> None:
-                rows = pl.ds(tile * MMA_ROWS, MMA_ROWS)
-                source = w_g.at[rows, pl.ds(k, schedule.tile_k)]
-                plgpu.copy_gmem_to_smem(source, destination.at[0], barrier)
+                for i, part in enumerate(parts(tile)):
+                    rows = pl.ds(part * MMA_ROWS, MMA_ROWS)
+                    source = w_g.at[rows, pl.ds(k, schedule.tile_k)]
+                    plgpu.copy_gmem_to_smem(source, destination.at[i], barrier)
+
+            def parts(tile: Any) -> list[Any]:
+                return [tile * stream.groups + i for i in range(stream.groups)]
 
             def before_tile(tile: Any) -> None:
-                source, ready = block(residual_g, tile), scratch["residual_ready"]
-                plgpu.copy_gmem_to_smem(source, scratch["residual_s"], ready)
+                for i, part in enumerate(parts(tile)):
+                    source, ready = block(residual_g, part), scratch["residual_ready"]
+                    plgpu.copy_gmem_to_smem(source, scratch["residual_s"].at[i], ready)
 
             def epilogue(tile: Any, sums: list[jax.Array]) -> None:
-                (y,) = sums
-                if bias_g is not None:
-                    bias = bias_g.at[pl.ds(tile * MMA_ROWS, MMA_ROWS)]
-                    bias = plgpu.load(bias, layout=PER_ROW, optimized=False).astype(f32)
-                    y = y + jax.lax.broadcast_in_dim(bias, y.shape, (0,))
+                sums = list(sums)
                 if residual_g is not None:
                     plgpu.barrier_wait(scratch["residual_ready"])
-                    y = y + load_staged(scratch["residual_s"])
-                store_tile(y, scratch["out_s"], block(out_g, tile))
+                for i, part in enumerate(parts(tile)):
+                    if bias_g is not None:
+                        bias = bias_g.at[pl.ds(part * MMA_ROWS, MMA_ROWS)]
+                        bias = plgpu.load(bias, layout=PER_ROW, optimized=False).astype(f32)
+                        sums[i] = sums[i] + jax.lax.broadcast_in_dim(bias, sums[i].shape, (0,))
+                    if residual_g is not None:
+                        sums[i] = sums[i] + load_staged(scratch["residual_s"].at[i])
+                store_tiles(sums, scratch["out_s"], [block(out_g, part) for part in parts(tile)])
 
             prefetch = before_tile if has_residual else None
             stream.run(x_g, load, epilogue, scratch, before_tile=prefetch)
@@ -130,7 +149,7 @@ class GemvMatmul(GemvKernel):
             first = gemv.first_output(jax.lax.axis_index("block"))
 
             def addends() -> list[list[Any]]:
-                """Bias and residual of every output, loaded before the products hide their latency."""
+                """Bias and residual of every output, loaded before the products hide them."""
                 rows = []
                 for m in range(gemv.activations):
                     row: list[Any] = [0.0] * schedule.rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.base import MMA_ROWS, clipped
 from pallas_kernels.gemv import Gemv, GemvKernel, GemvSchedule
-from pallas_kernels.stream_kernel import StreamKernel, unsupported
-from pallas_kernels.weight_stream import Stream, StreamSchedule, staging, store_tile
+from pallas_kernels.stream_kernel import StreamKernel, unsupported, with_norm
+from pallas_kernels.weight_stream import Stream, StreamSchedule, staging, store_tiles
 from polyjax.core.op import Workload, Writes
 from polyjax.core.ops import NORM_GATE_UP
 
@@ -44,6 +44,8 @@ def _unsupported_activation(workload: Workload) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class StreamGateUp(StreamKernel):
+    norms: ClassVar[tuple[bool, ...]] = (False, True)
+
     def supports(self, workload: Workload) -> str | None:
         if workload["F"] % 8 or workload["F"] < MMA_ROWS:
             return f"F={workload['F']} is no multiple of 8 of at least {MMA_ROWS}"
@@ -52,7 +54,7 @@ class StreamGateUp(StreamKernel):
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
         tiles = -(-workload["F"] // MMA_ROWS)
-        return Stream(workload["M"], 2, tiles, workload["D"], schedule, True)
+        return Stream(workload["M"], 2, tiles, workload["D"], schedule, not schedule.separate_norm)
 
     def outputs(self, workload: Workload, schedule: StreamSchedule) -> tuple[tuple[int, ...], ...]:
         return ((workload["M"], workload["F"]),)
@@ -67,7 +69,10 @@ class StreamGateUp(StreamKernel):
         stream = self.stream(workload, schedule)
         activation = ACTIVATIONS[workload.option("activation", "silu")]
 
-        def body(x_g: Any, norm_g: Any, w_g: Any, out_g: Any, **scratch: Any) -> None:
+        def body(x_g: Any, *rest: Any, **scratch: Any) -> None:
+            *norm, w_g, out_g = rest
+            norm_g = norm[0] if norm else None
+
             def load(tile: Any, k: Any, destination: Any, barrier: Any) -> None:
                 rows = pl.ds(tile * MMA_ROWS, MMA_ROWS)
                 source = w_g.at[:, rows, pl.ds(k, schedule.tile_k)]
@@ -76,17 +81,19 @@ class StreamGateUp(StreamKernel):
             def epilogue(tile: Any, sums: list[jax.Array]) -> None:
                 gate, up = sums
                 rows, columns = (pl.ds(*s) for s in tile_slices(tile, stream.columns))
-                store_tile(activation(gate) * up, scratch["out_s"], out_g.at[rows, columns])
+                product = activation(gate) * up
+                store_tiles([product], scratch["out_s"], [out_g.at[rows, columns]])
 
             stream.run(x_g, load, epilogue, scratch, norm_g, workload.option("eps"))
 
-        return plgpu.kernel(
+        kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((workload["M"], workload["F"]), jnp.bfloat16),
-            scratch_types=stream.scratch() | {"out_s": staging(stream.columns, jnp.bfloat16)},
+            scratch_types=stream.scratch() | {"out_s": staging(1, stream.columns, jnp.bfloat16)},
             kernel_name="norm_gate_up_stream",
             **stream.launch(),
         )
+        return with_norm(kernel, schedule, workload.option("eps"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.base import MMA_ROWS, f32, shared_array_bytes
-from pallas_kernels.stream_kernel import StreamKernel, unsupported
+from pallas_kernels.stream_kernel import StreamKernel, unsupported, with_norm
 from pallas_kernels.weight_stream import (
     ACCUMULATOR,
     PER_ROW,
@@ -41,6 +41,8 @@ def head_kind(head: Any, group: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StreamQkv(StreamKernel):
+    norms: ClassVar[tuple[bool, ...]] = (False, True)
+
     def supports(self, workload: Workload) -> str | None:
         dim = workload["H"]
         if dim not in (64, 128):
@@ -54,7 +56,8 @@ class StreamQkv(StreamKernel):
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
         copies = 2 if workload["H"] == 2 * MMA_ROWS else 3
         heads = workload["K"] * workload["C"]
-        return Stream(workload["M"], 2, heads, workload["D"], schedule, True, copies)
+        normalised = not schedule.separate_norm
+        return Stream(workload["M"], 2, heads, workload["D"], schedule, normalised, copies)
 
     def extra_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
         columns, dim = self.stream(workload, schedule).columns, workload["H"]
@@ -79,21 +82,24 @@ class StreamQkv(StreamKernel):
         stream, dim = self.stream(workload, schedule), workload["H"]
         rows, heads = workload["M"], workload["K"] * (workload["C"] - 2)
         given = dict(workload.dtypes)
-        optional = [n for n in ("bias", "q_norm", "k_norm", "cos_sin") if n in given]
+        names: tuple[str, ...] = ("bias", "q_norm", "k_norm", "cos_sin")
+        optional = [name for name in names if name in given]
 
         def body(*refs: Any, **scratch: Any) -> None:
             _QkvBody(workload, schedule, stream, optional, refs, scratch).run()
 
-        scratch_types = stream.scratch() | dict(
-            head_s=plgpu.SMEM((stream.columns, dim), jnp.bfloat16),
-            vector_s=plgpu.SMEM((2 * MMA_ROWS,), f32),
-            slots_s=plgpu.SMEM((stream.columns,), jnp.int32),
-            slots_ready=plgpu.Barrier(),
-        )
+        scratch_types = stream.scratch() | {
+            "head_s": plgpu.SMEM((stream.columns, dim), jnp.bfloat16),
+            "vector_s": plgpu.SMEM((2 * MMA_ROWS,), f32),
+            "slots_s": plgpu.SMEM((stream.columns,), jnp.int32),
+            "slots_ready": plgpu.Barrier(),
+        }
         if "cos_sin" in given:
             shape = (2, stream.columns, MMA_ROWS)
+            _, count = angle_copies(stream.columns, dim == MMA_ROWS)
+            arrivals = 2 * count * (2 * MMA_ROWS // dim)
             scratch_types["angle_s"] = plgpu.SMEM(shape, f32, transforms=SWIZZLED_F32)
-            scratch_types["angle_ready"] = plgpu.Barrier(num_arrivals=2 * (2 * MMA_ROWS // dim))
+            scratch_types["angle_ready"] = plgpu.Barrier(num_arrivals=arrivals)
         kernel = plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((rows, heads, dim), jnp.bfloat16),
@@ -101,6 +107,8 @@ class StreamQkv(StreamKernel):
             kernel_name="norm_qkv_rope_write_stream",
             **stream.launch(),
         )
+
+        project = with_norm(kernel, schedule, workload.option("eps"))
 
         def attention_input(
             x: Any,
@@ -116,10 +124,18 @@ class StreamQkv(StreamKernel):
             bias = None if bias is None else bias.reshape(-1)
             given = [a for a in (bias, q_norm, k_norm, cos_sin) if a is not None]
             pool = jax.new_ref(kv.reshape(-1, dim))
-            q = kernel(x, norm, w.reshape(-1, dim, w.shape[-1]), *given, slots, pool)
+            q = project(x, norm, w.reshape(-1, dim, w.shape[-1]), *given, slots, pool)
             return q, jax.freeze(pool).reshape(kv.shape)
 
         return attention_input
+
+
+def angle_copies(columns: int, swapped: bool) -> tuple[int, int]:
+    """(rows, count) of the copies that fetch one part of the angles.
+
+    Half a tile's width in shared memory is contiguous only within 8 rows.
+    """
+    return (8, columns // 8) if swapped else (columns, 1)
 
 
 @dataclasses.dataclass
@@ -134,7 +150,9 @@ class _QkvBody:
     scratch: dict[str, Any]
 
     def run(self) -> None:
-        x_g, norm_g, self.w_g, *rest, self.slots_g, self.pool_g, self.q_g = self.refs
+        x_g, *rest = self.refs
+        norm_g = None if self.schedule.separate_norm else rest.pop(0)
+        self.w_g, *rest, self.slots_g, self.pool_g, self.q_g = rest
         self.given = dict(zip(self.optional, rest, strict=True))
         self.dim, self.group = self.workload["H"], self.workload["C"] - 2
         self.half = self.dim // 2
@@ -162,7 +180,7 @@ class _QkvBody:
             copy(MMA_ROWS, MMA_ROWS, 1, 0)
 
     def load_rows(self) -> None:
-        """slots_s, and angle_s: cosines and sines by row, as the first group of sums orders dims."""
+        """Fills slots_s, and angle_s: cosines and sines by row, dims as in the first sums."""
         slots = self.slots_g.at[pl.ds(0, self.stream.columns)]
         plgpu.copy_gmem_to_smem(slots, self.scratch["slots_s"], self.scratch["slots_ready"])
         if "cos_sin" in self.given:
@@ -172,11 +190,17 @@ class _QkvBody:
     def load_angles(self) -> None:
         ready = self.scratch["angle_ready"]
         for part in range(2):  # cosines, then sines
-            for i in range(MMA_ROWS // self.half):
-                rows, columns = pl.ds(0, self.stream.columns), pl.ds(part * self.half, self.half)
+            size, count = angle_copies(self.stream.columns, self.swapped)
+
+            def copy(j: Any, _: Any, part: int = part, size: int = size) -> None:
+                rows, columns = pl.ds(j * size, size), pl.ds(part * self.half, self.half)
                 source = self.given["cos_sin"].at[rows, columns]
-                target = self.scratch["angle_s"].at[part, :, pl.ds(i * self.half, self.half)]
-                plgpu.copy_gmem_to_smem(source, target, ready)
+                for i in range(MMA_ROWS // self.half):
+                    dims = pl.ds(i * self.half, self.half)
+                    target = self.scratch["angle_s"].at[part, rows, dims]
+                    plgpu.copy_gmem_to_smem(source, target, ready)
+
+            jax.lax.fori_loop(0, count, copy, None)
         plgpu.barrier_wait(ready)
 
     @property

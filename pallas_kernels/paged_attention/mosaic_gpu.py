@@ -2,8 +2,8 @@
 
 A block owns (sequence, kv head, split) and streams its live pages through a ring of shared-memory
 chunks; page numbers are read one step ahead of their copy. Both products are swap-AB wgmma: scores
-[tokens, heads] = K q^T, output [dims, heads] = V^T p, so the few query heads of a group are padded to
-8 columns instead of 64 rows. Softmax is online, in base 2. With more than one split every block
+[tokens, heads] = K q^T, output [dims, heads] = V^T p, so the few query heads of a group are padded
+to 8 columns instead of 64 rows. Softmax is online, in base 2. With more than one split every block
 leaves its normalised output and log-sum-exp, and a second kernel combines the live ones.
 """
 
@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.base import (
     BARRIER_BYTES,
-    MMA_ROWS,
     WARPGROUP_THREADS,
     MosaicGpuKernel,
     f32,
@@ -47,7 +46,7 @@ MASKED = -1e30  # a finite minus infinity: differences of two of them stay finit
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSchedule(Schedule):
-    """`chunk` tokens a step, `stages` chunks in flight, `splits` blocks that share a sequence's pages.
+    """`chunk` tokens a step, `stages` chunks in flight, `splits` blocks that share a sequence.
 
     `dependent_launch` lets the combining kernel start before the splits end.
     """
@@ -140,15 +139,32 @@ class PagedDecodeAttention(MosaicGpuKernel):
                         yield AttentionSchedule(chunk, stages, splits, dependent)
 
     def default(self, workload: Workload, chip: ChipSpec) -> AttentionSchedule:
-        """Enough splits for about two blocks an SM, and a ring that lets two blocks share an SM."""
-        blocks = workload["B"] * workload["K"]
-        tokens = workload["C"] * workload["Z"]
-        wanted = max(1, min(2 * chip.num_sms // blocks, tokens // 256, 64))
-        chunk_bytes = 2 * 64 * workload["H"] * 2
-        stages = max(2, min(8, (chip.shared_memory_bytes // 2 - 16384) // chunk_bytes))
-        return AttentionSchedule(64, stages, wanted)
+        limit = chip.shared_memory_bytes
+        legal = [
+            s
+            for s in self.space(workload, chip)
+            if not self.illegal(workload, s, chip)
+            and self.shared_memory_bytes(workload, s) <= limit
+        ]
+        if not legal:  # `check` names the reason
+            return AttentionSchedule()
+        return max(legal, key=lambda s: self.rank(workload, s, chip))
 
-    def illegal(self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec) -> str | None:
+    def rank(
+        self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec
+    ) -> tuple[Any, ...]:
+        """One block an SM and 192 tokens in flight did best on an H200."""
+        wanted = max(1.0, chip.num_sms / (workload["B"] * workload["K"]))
+        off = abs(math.log2(schedule.splits / wanted))
+        in_flight = abs(schedule.stages * schedule.chunk - 192)
+        return -off, -in_flight, -schedule.chunk, not schedule.dependent_launch
+
+    def family(self, schedule: AttentionSchedule) -> tuple[Any, ...]:
+        return schedule.chunk, schedule.splits
+
+    def illegal(
+        self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec
+    ) -> str | None:
         tokens = workload["C"] * workload["Z"]
         if schedule.chunk not in (64, 128, 256):
             return f"chunk={schedule.chunk} is none of 64, 128, 256 (rows of wgmma, TMA box)"
@@ -175,14 +191,18 @@ class PagedDecodeAttention(MosaicGpuKernel):
     def plain(self, schedule: AttentionSchedule) -> AttentionSchedule:
         return dataclasses.replace(schedule, dependent_launch=False)
 
-    def outputs(self, workload: Workload, schedule: AttentionSchedule) -> tuple[tuple[int, ...], ...]:
+    def outputs(
+        self, workload: Workload, schedule: AttentionSchedule
+    ) -> tuple[tuple[int, ...], ...]:
         return ((workload["B"], workload["N"], workload["H"]),)
 
     def writes(self, workload: Workload, schedule: AttentionSchedule) -> Iterator[Writes]:
         shape = self._shape(workload, schedule)
         for b in range(shape.batch):
             for k in range(shape.kv_heads):
-                yield Writes(0, (b, *output_heads(k, shape.group), 0)[:3], (1, shape.group, shape.head_dim))
+                yield Writes(
+                    0, (b, *output_heads(k, shape.group), 0)[:3], (1, shape.group, shape.head_dim)
+                )
 
     def build(self, workload: Workload, schedule: AttentionSchedule) -> Callable[..., Any]:
         shape = self._shape(workload, schedule)
@@ -191,7 +211,12 @@ class PagedDecodeAttention(MosaicGpuKernel):
         combine = _combine_kernel(shape) if schedule.splits > 1 else None
 
         def paged_attention(
-            q: Any, kv: Any, page_table: Any, context_lens: Any, query_lens: Any, first_pages: Any = None
+            q: Any,
+            kv: Any,
+            page_table: Any,
+            context_lens: Any,
+            query_lens: Any,
+            first_pages: Any = None,
         ) -> jax.Array:
             lens = jnp.where(query_lens > 0, context_lens, 0)
             extra = [first_pages] if first_pages is not None else []
@@ -207,7 +232,7 @@ class PagedDecodeAttention(MosaicGpuKernel):
 
 
 def padded_columns(group: int) -> int:
-    """Columns that hold any `group` consecutive query heads, starting at a multiple of 8 (TMA tile)."""
+    """Columns that hold any `group` consecutive query heads from a multiple of 8 (TMA tile) on."""
     return round_up(group, 8) if 8 % group == 0 or group % 8 == 0 else round_up(group + 7, 8)
 
 
@@ -217,7 +242,7 @@ def output_heads(kv_head: Any, group: int) -> tuple[Any]:
 
 
 def _live_chunks(shape: Shape, length: Any, split: Any, first_page: Any) -> tuple[Any, Any, Any]:
-    """(first chunk, number of chunks, first visible token) of a split; chunks count from first_page."""
+    """(first token, number of chunks, first visible token) of a split."""
     visible = jnp.maximum(length - shape.window, 0) if shape.window else 0
     start = first_page * shape.page
     page_aligned = visible // shape.page * shape.page if shape.window else start
@@ -248,17 +273,17 @@ def _attention_kernel(shape: Shape, has_first: bool) -> Callable[..., Any]:
         out_type=out_type,
         grid=(s.splits, shape.kv_heads, shape.batch),
         grid_names=("split", "kv_head", "row"),
-        scratch_types=dict(
-            kv_s=plgpu.SMEM((s.stages, 2, s.chunk, dim), jnp.bfloat16, transforms=SWIZZLED),
-            q_s=plgpu.SMEM((columns, dim), jnp.bfloat16, transforms=SWIZZLED),
-            p_s=plgpu.SMEM((columns, s.chunk), jnp.bfloat16, transforms=SWIZZLED),
-            out_s=plgpu.SMEM((columns, dim), f32, transforms=SWIZZLED_F32)
+        scratch_types={
+            "kv_s": plgpu.SMEM((s.stages, 2, s.chunk, dim), jnp.bfloat16, transforms=SWIZZLED),
+            "q_s": plgpu.SMEM((columns, dim), jnp.bfloat16, transforms=SWIZZLED),
+            "p_s": plgpu.SMEM((columns, s.chunk), jnp.bfloat16, transforms=SWIZZLED),
+            "out_s": plgpu.SMEM((columns, dim), f32, transforms=SWIZZLED_F32)
             if split
             else plgpu.SMEM((columns, dim), jnp.bfloat16),
-            log_s=plgpu.SMEM((columns,), f32),
-            ring=plgpu.Barrier(num_arrivals=2 * shape.pages_per_chunk, num_barriers=s.stages),
-            q_loaded=plgpu.Barrier(),
-        ),
+            "log_s": plgpu.SMEM((columns,), f32),
+            "ring": plgpu.Barrier(num_arrivals=2 * shape.pages_per_chunk, num_barriers=s.stages),
+            "q_loaded": plgpu.Barrier(),
+        },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES
         ),
@@ -285,7 +310,9 @@ class _AttentionBody:
         self.split = jax.lax.axis_index("split")
         self.length = self.lens_g[self.row]
         self.first_page = self.first_g[self.row] if self.first_g is not None else 0
-        self.start, self.count, self.visible = _live_chunks(shape, self.length, self.split, self.first_page)
+        self.start, self.count, self.visible = _live_chunks(
+            shape, self.length, self.split, self.first_page
+        )
         if shape.schedule.dependent_launch:
             plgpu.griddepcontrol_launch_dependents()
 
@@ -293,7 +320,9 @@ class _AttentionBody:
         def _live() -> None:
             first = self.row * shape.heads + output_heads(self.kv_head, shape.group)[0]
             rows = pl.ds(first // 8 * 8, shape.columns)
-            plgpu.copy_gmem_to_smem(self.q_g.at[rows, :], self.scratch["q_s"], self.scratch["q_loaded"])
+            plgpu.copy_gmem_to_smem(
+                self.q_g.at[rows, :], self.scratch["q_s"], self.scratch["q_loaded"]
+            )
             for i in range(stages):
                 pl.when(i < self.count)(lambda i=i: self.fetch(i, self.page_numbers(i)))
             plgpu.barrier_wait(self.scratch["q_loaded"])
@@ -316,7 +345,7 @@ class _AttentionBody:
     def fetch(self, chunk: Any, pages: tuple[Any, ...]) -> None:
         shape, rows = self.shape, self.shape.page_rows
         slot = jax.lax.rem(chunk, shape.schedule.stages)
-        part = 0  # which part of the page, where a page is longer than a chunk
+        part: Any = 0  # which part of the page, where a page is longer than a chunk
         if shape.page > rows:
             part = jax.lax.rem(self.start // rows + chunk, shape.page // rows)
         for i, page in enumerate(pages):
@@ -346,7 +375,9 @@ class _AttentionBody:
             self.scratch["p_s"].T[...] = weights.astype(jnp.bfloat16)
             self.clear_dead_values(chunk, slot)
             plgpu.commit_smem()
-            out = out * jax.lax.broadcast_in_dim(shrink, out.shape, (1,)) + self.weighted_values(slot)
+            out = out * jax.lax.broadcast_in_dim(shrink, out.shape, (1,)) + self.weighted_values(
+                slot
+            )
             pl.when(chunk + stages < self.count)(lambda: self.fetch(chunk + stages, ahead))
             return new_peak, total, out, following
 
@@ -378,7 +409,7 @@ class _AttentionBody:
         return jnp.where(seen, raw, MASKED)
 
     def clear_dead_values(self, chunk: Any, slot: Any) -> None:
-        """Zeroes values past the end of the sequence: slots nobody owns may hold NaN, and 0 * NaN is NaN."""
+        """Zeroes values past the sequence: slots nobody owns may hold NaN, and 0 * NaN is NaN."""
         shape = self.shape
         token = self.start + chunk * shape.schedule.chunk
 
@@ -388,7 +419,9 @@ class _AttentionBody:
             size = (shape.schedule.chunk, shape.head_dim)
             position = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=ACCUMULATOR) + token
             loaded = plgpu.load(values, layout=ACCUMULATOR)
-            values[...] = jnp.where(position < self.length, loaded.astype(f32), 0.0).astype(jnp.bfloat16)
+            values[...] = jnp.where(position < self.length, loaded.astype(f32), 0.0).astype(
+                jnp.bfloat16
+            )
 
     def weighted_values(self, slot: Any) -> jax.Array:
         shape = self.shape
@@ -411,7 +444,9 @@ class _AttentionBody:
         else:
             part_g, log_g = self.outs_g
             plgpu.copy_smem_to_gmem(out_s, part_g.at[self.row, self.kv_head, self.split])
-            plgpu.copy_smem_to_gmem(self.scratch["log_s"], log_g.at[self.row, self.kv_head, self.split])
+            plgpu.copy_smem_to_gmem(
+                self.scratch["log_s"], log_g.at[self.row, self.kv_head, self.split]
+            )
             plgpu.wait_smem_to_gmem(0)
 
     def copy_out(self) -> None:
@@ -432,8 +467,12 @@ class _AttentionBody:
 
 
 def _combine_kernel(shape: Shape) -> Callable[..., Any]:
-    """(parts [B,K,S,columns,H], logs [B,K,S,columns], lens [B]) -> [B,N,H]; weighs live splits by 2^log."""
+    """(parts [B,K,S,columns,H], logs [B,K,S,columns], lens [B]) -> [B,N,H].
+
+    Weighs the live splits by 2^log.
+    """
     splits = shape.schedule.splits
+
     def body(part_g: Any, log_g: Any, lens_g: Any, *rest: Any) -> None:
         first_g, out_g = (rest[0], rest[-1]) if len(rest) == 2 else (None, rest[0])
         head, row = jax.lax.axis_index("head"), jax.lax.axis_index("row")
@@ -453,10 +492,14 @@ def _combine_kernel(shape: Shape) -> Callable[..., Any]:
             return jnp.where(live(split), log_g[row, kv_head, split, column], MASKED)
 
         def part(split: Any) -> jax.Array:
-            return plgpu.load(part_g.at[row, kv_head, split, column], layout=layout, optimized=whole)
+            return plgpu.load(
+                part_g.at[row, kv_head, split, column], layout=layout, optimized=whole
+            )
 
         number = jnp.clip(_number_of_live(shape, length, first_page), 0, splits)
-        peak = jax.lax.fori_loop(0, number, lambda s, m: jnp.maximum(m, log(s)), jnp.float32(MASKED))
+        peak = jax.lax.fori_loop(
+            0, number, lambda s, m: jnp.maximum(m, log(s)), jnp.float32(MASKED)
+        )
 
         def add(split: Any, carry: Any) -> Any:
             total, out = carry
