@@ -16,7 +16,7 @@ from tests.engine.paged_device import (
     full_group,
     window_group,
 )
-from tests.engine.serving import EOS, SMALL_LADDER, VOCAB, Serving, prompt_logprobs, request
+from tests.engine.scheduling import EOS, SMALL_LADDER, VOCAB, Serving, prompt_logprobs, request
 
 # -- one sequence, then many, get what they would get alone ----------------------------------------
 

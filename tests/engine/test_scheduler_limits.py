@@ -10,7 +10,7 @@ from polyjax.core.errors import ConfigError, RequestError
 from tests.engine.paged_device import (
     ladder,
 )
-from tests.engine.serving import Serving, request
+from tests.engine.scheduling import Serving, request
 
 # -- refusals, limits, changes while serving -------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tests.engine.paged_device import (
     ladder,
     window_group,
 )
-from tests.engine.serving import Serving, request
+from tests.engine.scheduling import Serving, request
 
 # -- pages run out ---------------------------------------------------------------------------------
 
