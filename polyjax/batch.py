@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 from absl import app
+from absl import flags as absl_flags
 
 from polyjax import flags
 from polyjax.batch_file import (
@@ -310,4 +311,5 @@ def _said_once() -> Callable[[str, int, int], None]:
 if __name__ == "__main__":
     flags.define(EngineConfig, flags.ENGINE_HELP)
     flags.define(BatchConfig)
+    absl_flags.adopt_module_key_flags(flags)  # so that --help lists them
     app.run(main, flags_parser=flags.parse)

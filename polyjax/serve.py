@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from absl import app
+from absl import flags as absl_flags
 
 from polyjax import flags
 from polyjax.core.errors import PolyjaxError
@@ -19,6 +20,7 @@ from polyjax.server.config import ServerConfig
 
 flags.define(EngineConfig, flags.ENGINE_HELP)
 flags.define(ServerConfig)
+absl_flags.adopt_module_key_flags(flags)  # so that --help lists them
 
 
 def main(argv: Sequence[str]) -> NoReturn:
