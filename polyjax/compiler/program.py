@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from pallas_kernels import CATALOGUE
@@ -277,6 +278,7 @@ class _Tracing:
 
 def compile_program(request: ProgramRequest, mesh: Mesh) -> StepProgram:
     """Traces, lowers and compiles a program ahead of time. Raises what jax or a kernel raises."""
+    bypass_jax_cache()
     started = time.perf_counter()
     lowered, ops = lower_program(request, mesh)
     traced = time.perf_counter()
@@ -285,6 +287,17 @@ def compile_program(request: ProgramRequest, mesh: Mesh) -> StepProgram:
     return loaded_program(
         request, mesh, compiled, used, traced - started, time.perf_counter() - traced
     )
+
+
+def bypass_jax_cache() -> None:
+    """Turns off jax's own compilation cache in this process; polyjax's takes its place.
+
+    An executable that jax loads from there and that is serialized again lacks its functions (seen
+    with jax 0.11.2 on CPU: NOT_FOUND when it runs), and would poison our entries.
+    """
+    if jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it had looked at the setting once and for all
 
 
 def loaded_program(

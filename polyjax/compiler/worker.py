@@ -38,9 +38,10 @@ log = logging.getLogger("polyjax.compiler")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The answer to one request: `error` is None if the cache now holds the program."""
+    """The answer to one request: the cache entry that now holds the program, or an error."""
 
     request: ProgramRequest
+    entry: str | None
     error: str | None
     seconds: float
 
@@ -161,16 +162,17 @@ class CompilerProcess:
     def _take_answer(self, line: bytes, done: list[Compiled]) -> None:
         try:
             answer = json.loads(line)
-            number, error = answer["id"], answer["error"]
+            number, entry, error = answer["id"], answer["entry"], answer["error"]
         except (ValueError, KeyError, TypeError):
             log.warning("the compiler process said %r, which is no answer", line[:200])
             return
         if number == self._number and self._current is not None:
-            self._finish(done, None if error is None else str(error))
+            self._finish(done, None if error is None else str(error), entry)
 
-    def _finish(self, done: list[Compiled], error: str | None) -> None:
+    def _finish(self, done: list[Compiled], error: str | None, entry: str | None = None) -> None:
         assert self._current is not None
-        done.append(Compiled(self._current, error, time.monotonic() - self._started_s))
+        seconds = time.monotonic() - self._started_s
+        done.append(Compiled(self._current, entry, error, seconds))
         self._current = None
 
 
@@ -192,7 +194,7 @@ def _answer(line: bytes) -> dict[str, object]:
         return {"id": message["id"], "entry": path.name, "error": None}
     except Exception as error:  # a failure is an answer: search and install decide what it means
         log.warning("a program did not compile", exc_info=True)
-        return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        return {"id": message["id"], "entry": None, "error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:

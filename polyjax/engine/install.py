@@ -25,6 +25,11 @@ from polyjax.engine.warm import warm
 from polyjax.gates.equivalence import EquivalenceGate
 from polyjax.gates.verdict import Verdict
 
+CHANGED_SOURCE = (
+    "the compiler process does not run the same source, flags or libraries as this engine: "
+    "polyjax was changed on disk since the engine started; restart it"
+)
+
 
 class InstallState(enum.StrEnum):
     COMPILING = "compiling"
@@ -141,6 +146,9 @@ class Installer:
         for answer in self._compiler.poll(wait_s):
             if answer.error is not None:
                 self._refuse(job, f"{answer.request.key}: {answer.error}")
+                return
+            if answer.entry != self._source.cache.path(answer.request, self._source.mesh).name:
+                self._refuse(job, CHANGED_SOURCE)
                 return
             job.compiled += 1
         if job.compiled == len(job.keys):

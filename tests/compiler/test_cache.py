@@ -49,6 +49,18 @@ def test_a_hit_computes_the_same_without_tracing(cache: ProgramCache, program: S
     assert (cache.hits, cache.misses) == (1, {})
 
 
+def test_what_jax_has_in_its_own_cache_is_compiled_anew(
+    tmp_path: Path, program: StepProgram
+) -> None:
+    """Serialized again, jax's cached executables load and then fail when they run."""
+    again = compile_program(SCORE, MESH)  # jax would have it by now
+    cache = ProgramCache(tmp_path)
+    cache.store(SCORE, MESH, again)
+    loaded = cache.load(SCORE, MESH)
+    assert loaded is not None
+    assert (call(loaded) == call(program)).all()
+
+
 def test_compile_watch_counts_what_a_hit_avoids() -> None:
     watch = CompileWatch()
     compile_program(tiny_llama.request(Kind.READ_SCRATCH), MESH)

@@ -14,6 +14,7 @@ from polyjax.compiler.worker import Compiled, CompilerProcess
 from tests import tiny_llama
 
 READ = tiny_llama.request(Kind.READ_SCRATCH)
+MESH = READ.plan.mesh.mesh()
 
 
 def answers(compiler: CompilerProcess, count: int = 1, timeout_s: float = 120.0) -> list[Compiled]:
@@ -45,8 +46,8 @@ def test_it_compiles_reports_errors_and_survives_a_kill(
     for request in (READ, wrong):
         compiler.submit(request)
     good, bad = answers(compiler, 2)
-    assert good.error is None
-    loaded = ProgramCache(tmp_path).load(READ, READ.plan.mesh.mesh())
+    assert (good.entry, good.error) == (ProgramCache(tmp_path).path(READ, MESH).name, None)
+    loaded = ProgramCache(tmp_path).load(READ, MESH)
     assert loaded is not None
     assert loaded.key == READ.key
     assert bad.error is not None
@@ -84,8 +85,8 @@ def test_what_is_no_answer_is_ignored(compiler: CompilerProcess) -> None:
     request: ProgramRequest = READ
     compiler._current, compiler._number = request, 3
     done: list[Compiled] = []
-    for line in (b"Warning: something", b'{"id": 2, "error": null}', b'{"id": 3}'):
+    for line in (b"Warning: something", b'{"id": 2, "entry": "x", "error": null}', b'{"id": 3}'):
         compiler._take_answer(line, done)
     assert done == []
-    compiler._take_answer(b'{"id": 3, "error": null}', done)
-    assert [answer.error for answer in done] == [None]
+    compiler._take_answer(b'{"id": 3, "entry": "x", "error": null}', done)
+    assert [(answer.entry, answer.error) for answer in done] == [("x", None)]

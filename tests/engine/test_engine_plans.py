@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def serve_while_installing(engine: Engine, payload: dict[str, Any]) -> dict[str,
             engine.add(request)
             streams[request.id] = Stream()
             number += 1
+        if engine.installer.active and engine.installer.current.state is InstallState.COMPILING:  # type: ignore[union-attr]
+            time.sleep(0.1)  # leaves a small machine to the compiler process
         for output in step_without_compiling(engine):
             streams[output.request_id].take(output)
     for index, stream in enumerate(streams.values()):
