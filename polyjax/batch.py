@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from polyjax.engine.process import Launch
 from polyjax.engine.scripted import read_script
 from polyjax.engine.types import EngineConfig
 from polyjax.packages import refuse_foreign_packages
+from polyjax.progress import ShownProgress
 from polyjax.runtime_folder import make_runtime_folder
 from polyjax.server.answers import Head
 from polyjax.server.completions import Prepare, prepare_chat, prepare_text
@@ -186,7 +187,7 @@ class Batch:
         return 0
 
     async def _work(self, folder: Path) -> None:
-        config, fetching = self._engine_config, _said_once()
+        config, fetching = self._engine_config, ShownProgress()
         files = await asyncio.to_thread(open_served, config.model, config.tokenizer, fetching)
         tokenizer = await asyncio.to_thread(files.load_tokenizer)
         name = config.served_model_name or files.name
@@ -293,19 +294,6 @@ async def _first(ready: Any, ended: Any) -> Any:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _said_once() -> Callable[[str, int, int], None]:
-    """Returns a progress callback that says each phase as it begins, and its share now and then."""
-    last: dict[str, float] = {}
-
-    def progress(what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - last.get(what, 0.0) > PROGRESS_S:
-            last[what] = now
-            say(f"{what}{f' {done}/{total}' if total else ''} ...")
-
-    return progress
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from polyjax.engine.types import (
 )
 from polyjax.io.files import no_progress, open_model
 from polyjax.io.tokenizer import Tokenizer
+from polyjax.progress import ShownProgress
 from polyjax.server.stop import StopStrings
 
 DEFAULT_PARAMS = SamplingParams()
@@ -66,7 +66,7 @@ class LLM:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         if unknown := set(config) - known:
             raise ConfigError(f"LLM has no option {', '.join(sorted(unknown))}")
-        self._show = show_progress if progress else no_progress
+        self._show = ShownProgress() if progress else no_progress
         engine_config = EngineConfig(model=model, **config)
         self.engine = Engine(engine_config, self._show)
         files = open_model(engine_config.tokenizer or model)
@@ -217,12 +217,6 @@ class _Running:
             return False
         self.finish_reason = FinishReason.STOP.value
         return True
-
-
-def show_progress(what: str, done: int, total: int) -> None:
-    """Shows progress as one line of standard error that is written over and over."""
-    end = "\n" if done == total else ""
-    print(f"\rpolyjax: {what} {done}/{total}", end=end, file=sys.stderr, flush=True)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
