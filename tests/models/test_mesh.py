@@ -16,12 +16,17 @@ from tests.models.paged import load
         ("llama", "gqa_tied", MeshPlan(model=2)),
         ("llama", "mha", MeshPlan(model=8)),
         ("mistral", "window", MeshPlan(model=2)),
-        ("gemma3", "local_global", MeshPlan(model=2)),
         ("minimax_m2", "partial_rope", MeshPlan(model=2, expert=3)),
-        ("qwen3_moe", "sparse_step", MeshPlan(model=2, expert=4)),
-        ("mixtral", "full", MeshPlan(model=2, expert=2)),
         ("deepseek_v3", "grouped", MeshPlan(expert=8)),
-        ("kimi_k2", "k2", MeshPlan(model=2, expert=4)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma3", "local_global", MeshPlan(model=2)),
+                ("kimi_k2", "k2", MeshPlan(model=2, expert=4)),
+                ("mixtral", "full", MeshPlan(model=2, expert=2)),
+                ("qwen3_moe", "sparse_step", MeshPlan(model=2, expert=4)),
+            )
+        ),
     ],
 )
 def test_golden_spread_over_devices(family: str, case: str, plan: MeshPlan) -> None:
