@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from polyjax.core.batch_layout import SAMPLES, SAMPLING_FLOATS, SAMPLING_INTS, PackedBatch
-from polyjax.core.reference import gumbel
+from polyjax.core.noise import gumbel
 
 MAX_TOP_LOGPROBS = 20
 SCORE_COLUMNS = 2 + 2 * MAX_TOP_LOGPROBS

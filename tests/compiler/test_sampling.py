@@ -9,7 +9,7 @@ import pytest
 
 from polyjax.compiler import sampling
 from polyjax.compiler.sampling import RowParams, SamplingState
-from polyjax.core.reference import gumbel
+from polyjax.core.noise import gumbel
 
 VOCAB, SLOTS = 97, 5
 MASK_WORDS = -(-VOCAB // 32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polyjax.core.errors import ConfigError, RequestError
-from polyjax.core.reference import gumbel
+from polyjax.core.noise import gumbel
 from polyjax.engine.engine import Engine
 from polyjax.engine.types import FinishReason, Request, SamplingParams
 from tests import tiny_llama
