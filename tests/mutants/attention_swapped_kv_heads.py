@@ -1,0 +1,28 @@
+"""Swapped KV heads: query heads are dealt to kv heads in turn instead of in groups."""
+
+import jax.numpy as jnp
+
+from polyjax.core import ops
+from polyjax.core.reference import causal_mask, gathered_pages, masked_softmax
+
+OP = ops.PAGED_ATTENTION
+
+
+def build(workload, schedule):
+    scale, dtype = workload.option("scale"), workload.dtype("q")
+
+    def attention(q, kv, table, contexts, queries, first_pages=None):
+        q, kv = q.astype(jnp.float32), kv.astype(jnp.float32)
+        batch, tokens, _heads, width = q.shape
+        kv_heads, _page = kv.shape[2:4]
+        keys, values = (gathered_pages(kv, table, plane) for plane in (0, 1))
+        slots = jnp.arange(keys.shape[2])[None]
+        mask = causal_mask(slots, contexts, queries, tokens)
+        grouped = q.reshape(batch, tokens, -1, kv_heads, width).swapaxes(2, 3)
+        scores = jnp.einsum("btkgh,bksh->bktgs", grouped, keys) * scale
+        weights = masked_softmax(scores, mask[:, None, :, None])
+        values = jnp.where(mask.any(1)[:, None, :, None], values, 0)
+        out = jnp.einsum("bktgs,bksh->btgkh", weights, values)
+        return out.reshape(q.shape).astype(dtype)
+
+    return attention

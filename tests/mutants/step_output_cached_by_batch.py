@@ -1,0 +1,13 @@
+"""Output cached under the batch alone: new weights or another cache are not seen."""
+
+import dataclasses
+
+
+def wrap(program):
+    known = {}
+
+    def run(params, kv, last_tokens, flat):
+        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
+        return pools, stored, tokens, known.setdefault(flat.tobytes(), hidden)
+
+    return dataclasses.replace(program, executable=run)
