@@ -141,11 +141,15 @@ def with_norm(
     return call
 
 
-def unsupported(workload: Workload, rows: int, depth: int, *arrays: str) -> str | None:
+def unsupported(
+    workload: Workload, rows: int, depth: int, *arrays: str, groups: int = 1
+) -> str | None:
     """Why a weight stream cannot take these activations and weights, or None."""
     for name in arrays:
         if workload.dtype(name) != jnp.bfloat16:
             return f"{name} must be bfloat16, not {workload.dtype(name)}"
-    if rows > 256:
-        return f"M={rows} exceeds 256 rows"
+    if rows > 256 // groups:
+        return f"M={rows} exceeds {256 // groups} rows: the accumulators leave no registers"
+    if rows > 8 and rows % 8:
+        return f"M={rows} is neither less than 8 nor a multiple of it (rows of a TMA tile)"
     return None if depth % 64 == 0 else f"the reduction length {depth} is no multiple of 64"

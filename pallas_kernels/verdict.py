@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ from polyjax.core.op import Kernel, Op, Schedule, Workload
 
 _SPEC = re.compile(r"^(\w+)([?*])?\[([\w,]*)\]$")
 _REASON_CHARACTERS = 200  # lowering errors quote whole programs
+LOWERED_PER_OP = 32  # legal schedules lowered unless all are
+SEED = 0
 
 
 def workloads(op: Op) -> Iterator[Workload]:
@@ -70,3 +74,46 @@ def lower(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec
     except Exception as error:  # whatever Pallas refuses with, it refuses this schedule
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise ScheduleError(f"{kernel.name}: does not lower: {reason}") from error
+
+
+def judge_op(op_name: str, target: ChipSpec, lower_all: bool) -> dict[str, Any]:
+    """Returns counts and reasons over every kernel, workload and schedule of an op.
+
+    The cheap checks see everything; a seeded sample of what passes them is lowered.
+    """
+    legal: list[tuple[Kernel, Workload, Schedule]] = []
+    reasons: Counter[str] = Counter()
+    total = 0
+    kernels = kernels_of(op_name)
+    for kernel in kernels:
+        for workload in workloads(kernel.op):
+            for schedule in kernel.space(workload, target):
+                total += 1
+                reason = refusal(kernel, workload, schedule, target)
+                if reason is None:
+                    legal.append((kernel, workload, schedule))
+                else:
+                    reasons[_general(reason)] += 1
+    draw = random.Random(SEED)
+    sample = legal if lower_all else draw.sample(legal, min(LOWERED_PER_OP, len(legal)))
+    refused = 0
+    for kernel, workload, schedule in sample:
+        try:
+            lower(kernel, workload, schedule, target)
+        except ScheduleError as error:
+            refused += 1
+            reasons[_general(str(error))] += 1
+    return {
+        "op": op_name,
+        "kernels": [kernel.name for kernel in kernels],
+        "schedules": total,
+        "legal": len(legal),
+        "lowered": len(sample) - refused,
+        "lowering_sample": len(sample),
+        "reasons": dict(reasons.most_common()),
+    }
+
+
+def _general(reason: str) -> str:
+    """The reason without its numbers, so that equal ones are counted together."""
+    return re.sub(r"(?<![\w.])\d+", "#", reason)

@@ -56,8 +56,8 @@ class StreamHead(StreamKernel):
     norms: ClassVar[tuple[bool, ...]] = (False, True)
 
     def supports(self, workload: Workload) -> str | None:
-        if workload["V"] % 4 or workload["V"] < MMA_ROWS:  # TMA strides are multiples of 16 bytes
-            return f"V={workload['V']} is no multiple of 4 of at least {MMA_ROWS}"
+        if workload["V"] % 8 or workload["V"] < MMA_ROWS:
+            return f"V={workload['V']} is no multiple of 8 of at least {MMA_ROWS}"
         return unsupported(workload, workload["M"], workload["D"], "x", "norm", "w")
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:

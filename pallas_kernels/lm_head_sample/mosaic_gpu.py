@@ -34,8 +34,8 @@ class StreamSample(StreamKernel):
     norms: ClassVar[tuple[bool, ...]] = (False, True)
 
     def supports(self, workload: Workload) -> str | None:
-        if workload["V"] < MMA_ROWS:
-            return f"V={workload['V']} is less than {MMA_ROWS}"
+        if workload["V"] % 8 or workload["V"] < MMA_ROWS:
+            return f"V={workload['V']} is no multiple of 8 of at least {MMA_ROWS}"
         if workload["M"] > 64:
             return f"M={workload['M']} exceeds 64 rows, whose best tokens fit in registers"
         return unsupported(workload, workload["M"], workload["D"], "x", "norm", "w")

@@ -50,7 +50,8 @@ class StreamGateUp(StreamKernel):
         if workload["F"] % 8 or workload["F"] < MMA_ROWS:
             return f"F={workload['F']} is no multiple of 8 of at least {MMA_ROWS}"
         reason = _unsupported_activation(workload)
-        return reason or unsupported(workload, workload["M"], workload["D"], "x", "norm", "w")
+        rows, depth = workload["M"], workload["D"]
+        return reason or unsupported(workload, rows, depth, "x", "norm", "w", groups=2)
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
         tiles = -(-workload["F"] // MMA_ROWS)

@@ -51,7 +51,7 @@ class StreamQkv(StreamKernel):
             return f"RoPE of {workload['R']} of {dim} dims: only whole heads are rotated"
         if workload.dtype("kv") != jnp.bfloat16:
             return "kv must be bfloat16"
-        return unsupported(workload, workload["M"], workload["D"], "x", "norm", "w")
+        return unsupported(workload, workload["M"], workload["D"], "x", "norm", "w", groups=2)
 
     def stream(self, workload: Workload, schedule: StreamSchedule) -> Stream:
         copies = 2 if workload["H"] == 2 * MMA_ROWS else 3

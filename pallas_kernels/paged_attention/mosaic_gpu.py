@@ -221,6 +221,8 @@ class PagedDecodeAttention(MosaicGpuKernel):
             lens = jnp.where(query_lens > 0, context_lens, 0)
             extra = [first_pages] if first_pages is not None else []
             rows = q.reshape(shape.batch * shape.heads, shape.head_dim)
+            if rows.shape[0] % 8:  # the copy engine takes tiles of 8 rows
+                rows = jnp.pad(rows, ((0, -rows.shape[0] % 8), (0, 0)))
             # One axis for page, side and head: the copy engine addresses five dimensions.
             flat_kv = kv.reshape(-1, shape.page, shape.head_dim)
             out = attend(rows, flat_kv, page_table, lens, *extra)
