@@ -29,14 +29,14 @@ def row_keys(seeds: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def uniform(first: jax.Array, second: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns float32 uniforms in (0, 1) of 23 bits, elementwise, for uint32 keys, int32 tokens."""
+    """Returns float32 uniforms in (0, 1) of 23 bits for uint32 keys and int32 tokens."""
     bits = mix(mix(tokens.astype(jnp.uint32) ^ first) + second)
     one_to_two = (bits >> jnp.uint32(9)) | jnp.uint32(_ONE_BITS)
     return jax.lax.bitcast_convert_type(one_to_two, jnp.float32) - jnp.float32(1 - 2.0**-24)
 
 
 def gumbel_of(first: jax.Array, second: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns standard Gumbel noise, -log(-log u), elementwise, for uint32 keys, int32 tokens."""
+    """Returns standard Gumbel noise, -log(-log u), for uint32 keys and int32 tokens."""
     return -jnp.log(-jnp.log(uniform(first, second, tokens)))
 
 
