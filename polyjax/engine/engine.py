@@ -134,9 +134,24 @@ class Engine:
         self.state.rebuild()
         self.launcher.forget_slots()
 
+    def _advance_installation(self) -> None:
+        """A candidate that fails while it is gated takes along the state it was given."""
+        try:
+            wait_s = 0.0 if self.scheduler.has_work else IDLE_WAIT_S
+            self.installer.advance(self.step_number, wait_s)
+        except Exception as error:
+            log.exception("a candidate program failed")
+            running, self.in_flight = self.in_flight, None
+            if running is not None:
+                self._recover(running.step, error)
+            else:
+                self.scheduler.allocator.forget_all()
+                self.state.rebuild()
+                self.launcher.forget_slots()
+
     def _end_step(self, batch: ScheduledStep | None) -> list[RequestOutput]:
         self.phases.end_step()
-        self.installer.advance(self.step_number, 0.0 if self.scheduler.has_work else IDLE_WAIT_S)
+        self._advance_installation()
         self.step_number += 1
         self._last_step_s = time.monotonic()
         self._iteration_tokens = batch.num_tokens if batch else 0

@@ -119,7 +119,10 @@ class Installer:
         return job
 
     def advance(self, step_number: int, wait_s: float) -> None:
-        """Does the next piece of work, waiting for the compiler process up to `wait_s`."""
+        """Does the next piece of work, waiting for the compiler process up to `wait_s`.
+
+        Raises what a candidate raised while it ran: the state it was given may be lost.
+        """
         job = self.current
         if job is None or not job.active:
             return
@@ -130,8 +133,11 @@ class Installer:
                 self._gate_next(job, step_number)
             elif self._table.pending is None:
                 job.state = InstallState.CURRENT
-        except (PolyjaxError, RuntimeError) as error:
+        except PolyjaxError as error:
             self._refuse(job, str(error))
+        except Exception as error:
+            self._refuse(job, f"{type(error).__name__}: {error}")
+            raise
         job.seconds = time.monotonic() - job.started_s
 
     def cancel(self) -> None:

@@ -119,6 +119,27 @@ def test_a_wrong_program_is_refused_and_traffic_goes_on(
     assert engine.programs.current.plan.digest == digest
 
 
+def test_a_program_that_fails_while_gated_costs_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = engine.source.cached
+
+    def failing(request: Any) -> Any:
+        program = cached(request)
+        if program is None or program.key.kind is not Kind.DECODE_GREEDY:
+            return program
+
+        def fail(*args: Any) -> Any:
+            program.executable(*args)  # what was donated is gone
+            raise RuntimeError("injected")
+
+        return dataclasses.replace(program, executable=fail)
+
+    monkeypatch.setattr(engine.source, "cached", failing)
+    serve_while_installing(engine, OTHER_OPTIONS)
+    assert engine.admin("plan", {})["installation"]["reason"] == "RuntimeError: injected"
+
+
 def test_a_plan_that_does_not_compile_is_refused(engine: Engine) -> None:
     serve_while_installing(engine, {"compiler_options": {"no_such_option": "1"}})
     job = engine.admin("plan", {})["installation"]
