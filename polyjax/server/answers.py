@@ -110,9 +110,9 @@ def prompt_logprobs(scores: Sequence[TokenLogprobs | None], names: TokenNames) -
     return [None if score is None else position(score) for score in scores]
 
 
-def usage(generation: Generation) -> Json:
-    """Tokens spent; a prompt counts once, however many choices continue it."""
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+def usage(generation: Generation, completion: int) -> Json:
+    """Tokens spent, `completion` of them generated; a prompt counts once, whatever n is."""
+    prompt = generation.prompt_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

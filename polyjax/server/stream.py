@@ -49,6 +49,7 @@ class ChunkWriter:
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._uses_templates = not (continuous_usage or has_extras)
+        self._num_tokens = 0
         self._templates: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -59,9 +60,10 @@ class ChunkWriter:
         if not self._include_usage:
             return DONE
         chunk = self._chunk([], self._generation.epoch)
-        return _as_event({**chunk, "usage": usage(self._generation)}) + DONE
+        return _as_event({**chunk, "usage": self._usage()}) + DONE
 
     def _event(self, delta: Delta) -> bytes:
+        self._num_tokens += delta.token_id is not None
         if self._uses_templates and delta.finish_reason is None and not delta.is_first:
             before, after = self._template(delta.index, delta.epoch)
             return before + msgspec.json.encode(delta.text) + after
@@ -86,8 +88,12 @@ class ChunkWriter:
         chunk = head_fields(self._head, self._format.chunk_object_name, epoch)
         chunk["choices"] = choices
         if self._include_usage:
-            chunk["usage"] = usage(self._generation) if self._continuous_usage else None
+            chunk["usage"] = self._usage() if self._continuous_usage else None
         return chunk
+
+    def _usage(self) -> Json:
+        """Counts what the stream has said, which may be less than what has arrived."""
+        return usage(self._generation, self._num_tokens)
 
 
 def _as_event(data: Json) -> bytes:
@@ -141,5 +147,5 @@ async def collect(generation: Generation, head: Head, answer_format: AnswerForma
     body["choices"] = [
         answer_format.whole(choice, by_choice[choice.index]) for choice in generation.choices
     ]
-    body["usage"] = usage(generation)
+    body["usage"] = usage(generation, generation.completion_tokens)
     return body
