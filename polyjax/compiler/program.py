@@ -31,6 +31,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from pallas_kernels import CATALOGUE
+from polyjax.compiler.abi import StateABI, abi_of_state, executable_abi
 from polyjax.compiler.sampling import (
     SCORE_COLUMNS,
     row_params,
@@ -39,19 +40,11 @@ from polyjax.compiler.sampling import (
     set_slot,
     store_tokens,
 )
-from polyjax.compiler.state import (
-    StateABI,
-    StateAvals,
-    StateSpec,
-    abi_line,
-    abstract_model,
-    head_indices,
-    state_avals,
-)
+from polyjax.compiler.state import StateAvals, StateSpec, abstract_model, head_indices, state_avals
 from polyjax.compiler.xla_forms import PlatformOps
 from polyjax.core.batch_layout import FROM_SLOT, BatchLayout, PackedBatch
 from polyjax.core.buckets import Bucket, BucketLadder
-from polyjax.core.mesh import MeshPlan, Placement
+from polyjax.core.mesh import Placement
 from polyjax.core.model import StepBatch
 from polyjax.core.op import Ops
 from polyjax.core.ops import LM_HEAD, LM_HEAD_SAMPLE
@@ -276,6 +269,12 @@ class _Tracing:
 # -- tracing and compiling -------------------------------------------------------------------
 
 
+def expected_abi(request: ProgramRequest, mesh: Mesh) -> StateABI:
+    """The ABI of an engine's state as a program of this kind has to see it."""
+    arguments = _FORMS[request.key.kind].state
+    return abi_of_state(request.spec, request.plan.mesh, mesh, arguments)
+
+
 def compile_program(request: ProgramRequest, mesh: Mesh) -> StepProgram:
     """Traces, lowers and compiles a program ahead of time. Raises what jax or a kernel raises."""
     bypass_jax_cache()
@@ -397,49 +396,3 @@ def _step_inputs(request: ProgramRequest, avals: StateAvals, replicated: Any) ->
 def _hidden_aval(spec: StateSpec, replicated: Any, rows: int) -> jax.ShapeDtypeStruct:
     shape = (rows, spec.config.embed_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=replicated)
-
-
-# -- state-ABI -------------------------------------------------------------------------------
-
-
-def expected_abi(request: ProgramRequest, mesh: Mesh) -> StateABI:
-    """The ABI of an engine's state as a program of this kind has to see it."""
-    return _expected_abi(request.spec, request.plan.mesh, mesh, request.key.kind)
-
-
-@functools.cache
-def _expected_abi(spec: StateSpec, mesh_plan: MeshPlan, mesh: Mesh, kind: Kind) -> StateABI:
-    avals = state_avals(spec, mesh_plan, mesh)
-    return StateABI(
-        tuple(
-            (name, abi_line(aval, aval.sharding, None, donated))
-            for argument, donated in _FORMS[kind].state
-            for name, aval in named_leaves(spec, avals, argument)
-        )
-    )
-
-
-def named_leaves(spec: StateSpec, avals: StateAvals, argument: str) -> list[tuple[str, Any]]:
-    """(name, aval) of the arrays in one state argument."""
-    match argument:
-        case "params":
-            return list(zip((f"params.{n}" for n in avals.param_names), avals.params, strict=True))
-        case "head":
-            return [(f"params.{avals.param_names[i]}", avals.params[i]) for i in head_indices(spec)]
-        case "kv":
-            return [(f"kv.{layer}", aval) for layer, aval in enumerate(avals.kv)]
-        case "last_tokens":
-            return [("last_tokens", avals.last_tokens)]
-        case _:
-            fields = dataclasses.fields(avals.sampling)
-            return [(f"sampling.{f.name}", getattr(avals.sampling, f.name)) for f in fields]
-
-
-def executable_abi(executable: jax.stages.Compiled, names: Sequence[str]) -> StateABI:
-    """The ABI that an executable really has; `names` are its leading, state arguments."""
-    infos = jax.tree.leaves(executable.args_info)
-    formats = jax.tree.leaves(executable.input_formats)
-    lines = []
-    for name, info, form in zip(names, infos, formats, strict=False):
-        lines.append((name, abi_line(info, form.sharding, form.layout, info.donated)))
-    return StateABI(tuple(lines))

@@ -1,12 +1,10 @@
-"""What lives on the devices across steps, and its ABI: the hash by which programs fit or do not."""
+"""What lives on the devices across steps: its shapes, dtypes, shardings and sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ from jax.sharding import Mesh
 
 import models
 from polyjax.compiler.sampling import SamplingState
-from polyjax.core.errors import StateABIError
 from polyjax.core.mesh import ONE_DEVICE, MeshPlan, Placement
 from polyjax.core.model import KVGroup, ModelConfig
 
@@ -125,53 +122,3 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: str) -> list[int]:
         len(group.layers) * math.prod(group.page_shape(page_size)) * itemsize
         for group in config.kv_groups()
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class StateABI:
-    """For each array of state a program takes: its name, and what `abi_line` says of it."""
-
-    lines: tuple[tuple[str, str], ...]
-
-    @property
-    def digest(self) -> str:
-        """Returns 16 hex digits; equal ABIs have equal digests."""
-        return hashlib.sha256(repr(self.lines).encode()).hexdigest()[:16]
-
-    def check(self, program: StateABI) -> None:
-        """Raises StateABIError spelling out where `program` expects another state than this one."""
-        if differences := differing_lines(dict(self.lines), dict(program.lines)):
-            raise StateABIError(differences)
-
-
-def differing_lines(engine: Mapping[str, str], program: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each line that differs."""
-    differences = []
-    for name in dict.fromkeys([*engine, *program]):
-        held, wanted = engine.get(name), program.get(name)
-        if held != wanted:
-            differences.append(
-                f"{name}: the engine holds {held or 'no such array'}, "
-                f"the program takes {wanted or 'no such array'}"
-            )
-    return differences
-
-
-def abi_line(aval: Any, sharding: Any, layout: Any, donated: bool) -> str:
-    """The ABI line of one array, e.g. `float32[64,2,4,16,8] P(None, 'model') layout=01234 donated`.
-
-    Shardings are compared by spec and mesh shape, so that they read well; device order is the
-    mesh's.
-    """
-    shape = ",".join(map(str, aval.shape))
-    spec = getattr(sharding, "spec", None)
-    axes = [] if spec is None else list(spec)
-    while axes and axes[-1] is None:  # P('model') and P('model', None) are the same
-        axes.pop()
-    mesh = getattr(sharding, "mesh", None)
-    placed = f"P({', '.join(map(repr, axes))})" if axes else "replicated"
-    over = "" if mesh is None or mesh.size == 1 else f" over {mesh.size} devices"
-    order = getattr(layout, "major_to_minor", None)
-    order = tuple(range(len(aval.shape))) if order is None else tuple(order)
-    text = f"{jnp.dtype(aval.dtype).name}[{shape}] {placed}{over} layout={order}"
-    return f"{text} {'donated' if donated else 'kept'}"

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import models
 from pallas_kernels import CATALOGUE
+from polyjax.compiler.abi import StateABI
 from polyjax.compiler.buckets import (
     ACCELERATOR_POLICY,
     CPU_POLICY,
@@ -36,7 +37,7 @@ from polyjax.compiler.program import (
     expected_abi,
     program_keys,
 )
-from polyjax.compiler.state import StateABI, StateSpec
+from polyjax.compiler.state import StateSpec
 from polyjax.core.buckets import BucketLadder
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, ModelError

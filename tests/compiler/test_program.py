@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from polyjax.compiler.abi import StateABI
 from polyjax.compiler.program import Kind, StepProgram, compile_program, expected_abi
-from polyjax.compiler.state import StateABI
 from polyjax.core.batch_layout import SAMPLES, BatchLayout
 from polyjax.core.buckets import Bucket
 from polyjax.core.errors import StateABIError

@@ -122,7 +122,7 @@ def sampled(row: np.ndarray, params: SamplingParams, position: int) -> np.ndarra
     order = np.argsort(-weights, kind="stable")
     total = np.cumsum(weights[order]) / weights.sum()
     weights[order[int(np.searchsorted(total, params.top_p)) + 1 :]] = 0.0
-    noise = gumbel(np.array([params.seed], np.uint32), np.array([position]), tiny_llama.VOCAB)  # type: ignore[arg-type]
+    noise = gumbel(np.array([params.seed], np.uint32), np.array([position]), tiny_llama.VOCAB)
     return np.where(weights > 0, scaled + np.asarray(noise)[0], -np.inf)
 
 

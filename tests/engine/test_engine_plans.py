@@ -52,7 +52,7 @@ def serve_while_installing(engine: Engine, payload: dict[str, Any]) -> dict[str,
             engine.add(request)
             streams[request.id] = Stream()
             number += 1
-        if engine.installer.active and engine.installer.current.state is InstallState.COMPILING:  # type: ignore[union-attr]
+        if engine.installer.active and engine.installer.current.state is InstallState.COMPILING:
             time.sleep(0.1)  # leaves a small machine to the compiler process
         for output in step_without_compiling(engine):
             streams[output.request_id].take(output)
@@ -80,9 +80,9 @@ def test_swap_under_running_streams_and_back(engine: Engine) -> None:
     assert set(epochs) == {0, 1}
     crossing = [s for s in streams.values() if len({o.epoch for o in s.outputs}) == 2]
     assert crossing  # some streams were running across the swap
-    assert all(v.passed for v in engine.installer.current.verdicts)  # type: ignore[union-attr]
+    assert all(v.passed for v in engine.installer.current.verdicts)
     # All of them ran: the candidate's programs are what was gated.
-    gated = {v.evidence["program"] for v in engine.installer.current.verdicts}  # type: ignore[union-attr]
+    gated = {v.evidence["program"] for v in engine.installer.current.verdicts}
     assert gated == {str(key) for key in engine.programs.current.programs}
 
     engine.admin("plan/rollback", {})
