@@ -236,12 +236,11 @@ def qkv(
     )
     static = {"eps": EPS}
     q, written = truth(ops.NORM_QKV_ROPE_WRITE, arguments, static)
-    linear = product_bound(normalised(*arguments[:2]), w.reshape(-1, d), F32, 2).max()
-    gain = 2.0 if rope else 1.0  # a rotated value is a sum of two
-    if qk_norm:  # an error passes through the quotient and through its rms: twice, times the weight
-        gain *= 2 * float(jnp.abs(jnp.stack(arguments[4:6])).max()) / float(EPS**0.5 + 0.5)
-    judge_q = within(q, gain * linear + 2 * ROUNDING * np.abs(q) + 1e-6)
-    judge_kv = within(written, gain * linear + 2 * ROUNDING * np.abs(written) + 1e-6)
+    bound = qkv_bound(arguments)  # [M,K,group+2,H]
+    judge_q = within(q, bound[:, :, :group].reshape(q.shape) + 2 * ROUNDING * np.abs(q) + 1e-6)
+    new = jnp.asarray(bound[:, :, group]), jnp.asarray(bound[:, :, group + 1])
+    pool_bound = reference.kv_write(None, jnp.zeros(pool.shape, F32), *new, arguments[-1])
+    judge_kv = within(written, np.asarray(pool_bound) + 2 * ROUNDING * np.abs(written) + 1e-6)
     untouched = np.all(np.asarray(written) == np.asarray(pool, np.float32), -1)
 
     def judge(outputs: Any) -> None:
@@ -251,6 +250,29 @@ def qkv(
         assert same[untouched].all(), "slots of no token were written"
 
     return Case(f"qkv {name}", ops.NORM_QKV_ROPE_WRITE, arguments, static, judge)
+
+
+def qkv_bound(arguments: tuple[Any, ...]) -> Any:
+    """Error bound of every head's values before they are rounded to bfloat16."""
+    x, norm, w, bias, q_norm, k_norm, cos_sin, *_ = arguments
+    activations, flat = normalised(x, norm), w.reshape(-1, w.shape[-1])
+    shape = (x.shape[0], *w.shape[:3])
+    y = np.asarray(activations @ exact(flat).T).reshape(shape)
+    y = y if bias is None else y + np.asarray(exact(bias))
+    error = product_bound(activations, flat, F32, 2).reshape(shape) + ROUNDING * np.abs(y)
+    turned = slice(0, shape[2] - 1)  # queries and the key; values pass unchanged
+    if q_norm is not None:
+        # y / rms: the error of y, and by Cauchy-Schwarz that of rms, at most rms(error).
+        rms = np.sqrt((y**2).mean(-1, keepdims=True) + EPS)
+        rms_error = np.sqrt((error**2).mean(-1, keepdims=True))
+        quotient = (error + np.abs(y) / rms * rms_error) / rms
+        weight = np.stack([np.abs(np.asarray(exact(v))) for v in (q_norm, k_norm)])
+        weights = weight[[0] * (shape[2] - 2) + [1]]  # [group+1,H]
+        error[:, :, turned] = quotient[:, :, turned] * weights
+    if cos_sin is not None:  # a rotated value is a sum of two
+        head = error[:, :, turned]
+        error[:, :, turned] = head + np.roll(head, shape[-1] // 2, axis=-1)
+    return error
 
 
 def single(name: str, op: Op, arguments: tuple[Any, ...], roundings: int, **static: Any) -> Case:
