@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -176,7 +177,8 @@ class Engine:
         """Ends the compiler process and waits for what the device still computes."""
         self.installer.close()
         self.in_flight = None
-        jax.block_until_ready(self.state.kv)
+        with contextlib.suppress(RuntimeError):  # pools that a failed step took along
+            jax.block_until_ready(self.state.kv)
 
     def _check_token_ids(self, request: Request) -> None:
         vocab = self.spec.config.vocab_size
@@ -257,4 +259,5 @@ class Engine:
             epoch=self.programs.epoch,
             load_s=load_s,
             compile_s=compile_s,
+            numerics=self.programs.current.plan.numerics,
         )
