@@ -17,7 +17,6 @@ from polyjax.gates.score import Score, score
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 SUBSET_SEEDS = 3
-LEGAL_SEEDS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(options.mutants),
             legal,
             seeds,
-            seeds[: 1 if subset else LEGAL_SEEDS],
+            seeds[: 1 if subset else options.legal_seeds],
             subset=subset,
             jobs=options.jobs,
             progress=show or (lambda line: print(line, file=sys.stderr, flush=True)),
@@ -58,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--mutants", default=str(TESTS / "mutants"), help="directory of mutants")
     command.add_argument("--legal", default=str(TESTS / "legal"), help='directory, or "none"')
     command.add_argument("--seeds", type=int, help="fresh seeds a mutant; 20, or 3 for a subset")
+    command.add_argument("--legal_seeds", type=int, default=2, help="seeds a legal implementation")
     command.add_argument("--first_seed", type=int, default=0, help="first of the seeds")
     command.add_argument("--jobs", type=int, default=1, help="processes that share the work")
     command.add_argument("--json", action="store_true", help="report as JSON on standard output")
@@ -76,6 +76,9 @@ def summary(found: Score) -> str:
         lines.append(
             f"  MISSED {miss.name} on {miss.seeds - len(miss.failures)} seeds: {miss.kind}"
         )
+    for outcome in found.mutants:
+        if outcome.only_raised:
+            lines.append(f"  RAISED {outcome.name}: {next(iter(outcome.failures.values()))[1]}")
     for rejected in found.rejected:
         gate, reason = next(iter(rejected.failures.values()))
         lines.append(f"  REJECTED {rejected.name} by {gate}: {reason}")

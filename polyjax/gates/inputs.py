@@ -79,6 +79,8 @@ def cases(workload: Workload, seed: int, limit: int | None = None) -> Iterator[C
     kinds = [*styles, *_ties_of(op)]
     layouts = LAYOUTS if _has_pool(op) else ("",)
     count = max(len(kinds), len(layouts)) if limit is None else limit
+    if limit is None and op.name in ("kv_write", "latent_write"):  # cheap, and wrong at few slots
+        count *= 4
     spare = spare_pages(seed)
     order, dealt = rng.permutation(len(kinds)), rng.permutation(len(layouts))
     for index in range(count):
@@ -187,10 +189,12 @@ def _array(
         values = np.abs(values)
     if not activation:
         return (values / np.sqrt(shape[-1])).astype(dtype)
-    return _styled(values, rng, style).astype(dtype)
+    return _styled(values, rng, style, rows).astype(dtype)
 
 
-def _styled(values: np.ndarray, rng: np.random.Generator, style: str) -> np.ndarray:
+def _styled(
+    values: np.ndarray, rng: np.random.Generator, style: str, rows: PagedRows | None
+) -> np.ndarray:
     """Activations [rows, ...]: whole rows or single features at sizes that break arithmetic."""
     per_row = (len(values), *[1] * (values.ndim - 1))
     flat = values.reshape(len(values), -1)
@@ -199,11 +203,20 @@ def _styled(values: np.ndarray, rng: np.random.Generator, style: str) -> np.ndar
     elif style == "small_rows":
         return values * 10.0 ** -rng.uniform(1, 9, per_row)
     elif style == "large":
-        return values * 10.0 ** rng.uniform(0.5, 2.5, per_row)
+        scale = 10.0 ** rng.uniform(0.5, 4, per_row)
+        scale[rng.integers(len(scale))] = (
+            1e5  # beyond the range of every 8- and 16-bit float but one
+        )
+        return values * scale
     elif style == "zero_rows":
         flat[rng.permutation(len(flat))[: max(1, len(flat) // 2)]] = 0.0
     elif style == "nan_row":
-        flat[rng.integers(len(flat)), rng.integers(flat.shape[1])] = np.nan
+        live = np.arange(len(flat)) if rows is None else np.flatnonzero(rows.query_lens)
+        for row in live[
+            rng.permutation(len(live))[:1]
+        ]:  # in its first token, which is never padding
+            tokens = values.shape[1] if values.ndim == 4 else 1
+            flat[row, rng.integers(flat.shape[1] // tokens)] = np.nan
     return values
 
 

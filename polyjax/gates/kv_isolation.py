@@ -45,8 +45,10 @@ def check(trial: OpTrial) -> dict[str, Any]:
         clean = _untouched_call(trial, emptied)
         judge_results(emptied, clean, truth(emptied))
         for what, value in (("NaN", np.nan), ("large numbers", -3e4)):
-            found = _untouched_call(trial, _with_unowned(case, value))
+            poisoned = _with_unowned(case, value)
+            found = _untouched_call(trial, poisoned)
             _same_answers(case, clean, found, what)
+        judge_results(poisoned, found, truth(poisoned))  # the large numbers are still there
     _donated(trial, case)
     return {"layouts": list(layouts), "pool_pages": case.rows.num_pages}  # type: ignore[union-attr]
 

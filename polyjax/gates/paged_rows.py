@@ -60,7 +60,8 @@ def paged_rows(
     capacity = columns * page
     local = _lengths(rng, layout, batch, capacity, page)
     queries = np.minimum(rng.integers(1, tokens + 1, batch), local)
-    queries[0] = min(tokens, local[0])
+    if layout == "shared_prefix":  # at least one whole page comes before the new tokens
+        queries = np.minimum(queries, np.maximum(local - page, 1))
     if layout == "inactive_rows":
         idle = rng.permutation(batch)[: max(1, batch // 2)]
         local[idle] = queries[idle] = 0
@@ -98,7 +99,8 @@ def _lengths(
         lengths = np.clip(whole + np.resize([0, 1, -1], batch), 1, capacity)
         lengths[0] = whole[0]
         return lengths
-    return rng.integers(1, capacity + 1, batch)
+    least = min(page + 1, capacity) if layout == "shared_prefix" else 1
+    return rng.integers(least, capacity + 1, batch)
 
 
 def _shared_pages(layout: str, local: np.ndarray, queries: np.ndarray, page: int) -> int:
@@ -114,12 +116,13 @@ def _deal_pages(
     """Returns the page table [B,C].
 
     Entries past a row's pages name pages that belong to someone else or to nobody: a kernel that
-    reads them reads poison. The last page of the pool is always somebody's.
+    reads them reads poison. The last page of the pool is always somebody's, and the last page of
+    row 0 unless rows share it.
     """
     free = [*rng.permutation(np.arange(1, total - 1)), total - 1]
     prefix = [free.pop() for _ in range(shared)]
     table = rng.integers(0, total, (len(needed), columns))
     for row, count in enumerate(needed):
-        own = [free.pop() for _ in range(max(int(count) - shared, 0))]
+        own = [free.pop() for _ in range(max(int(count) - shared, 0))][::-1]
         table[row, : int(count)] = [*prefix, *own][: int(count)]
     return table

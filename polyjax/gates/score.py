@@ -48,6 +48,11 @@ class Outcome:
         return len(self.failures) == self.seeds
 
     @property
+    def only_raised(self) -> bool:
+        """Whether it failed by raising: such a mutant says nothing about the gates."""
+        return bool(self.failures) and all("raised " in r for _, r in self.failures.values())
+
+    @property
     def by_gate(self) -> dict[str, int]:
         return dict(collections.Counter(gate for gate, _ in self.failures.values()))
 
@@ -63,6 +68,7 @@ class Outcome:
             "seeds": self.seeds,
             "failed_seeds": len(self.failures),
             "by_gate": self.by_gate,
+            "only_raised": self.only_raised,
             "first_reason": first[1],
             "cost_s": round(self.cost_s, 2),
         }

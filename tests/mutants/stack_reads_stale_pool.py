@@ -27,8 +27,18 @@ def build(workload, schedule):
         slots = jnp.where(live, slots, 0)
         pools = list(kv)
         for n in range(len(kv)):
-            q, written = reference.norm_qkv_rope_write(
-                OPS, x, attn_norm[n], qkv[n], None, None, None, cos_sin, pools[n], slots, eps=eps
+            q, written = OPS(
+                ops.NORM_QKV_ROPE_WRITE,
+                x,
+                attn_norm[n],
+                qkv[n],
+                None,
+                None,
+                None,
+                cos_sin,
+                pools[n],
+                slots,
+                eps=eps,
             )
             read = written
             read = jnp.nan_to_num(pools[n])
@@ -36,7 +46,7 @@ def build(workload, schedule):
                 OPS, q[:, None], read, table, contexts, live.astype(jnp.int32), scale=scale
             )
             x = x + heads.reshape(len(x), -1) @ o[n].T
-            h = reference.norm_gate_up(OPS, x, mlp_norm[n], gate_up[n], eps=eps)
+            h = OPS(ops.NORM_GATE_UP, x, mlp_norm[n], gate_up[n], eps=eps)
             x = x + h @ down[n].T
             pools[n] = written
         return x, tuple(pools)
