@@ -102,6 +102,10 @@ class MosaicGpuKernel:
     def supports(self, workload: Workload) -> str | None:
         raise NotImplementedError
 
+    def preferred(self, workload: Workload) -> bool:
+        """False: chosen only where a table says so. Kernels that beat XLA on a device say more."""
+        return False
+
     def space(self, workload: Workload, chip: ChipSpec) -> Iterator[Any]:
         raise NotImplementedError
 

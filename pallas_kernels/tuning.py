@@ -2,7 +2,7 @@
 
 Lowering holds the interpreter lock, so workers compile and hand back serialized executables; the
 parent loads, times and checks them one by one. A tuning table keeps the best schedule of each
-workload: JSON {workload key: {"kernel", "schedule"}} per device kind, read by `choices`.
+workload: JSON {workload key: {"kernel", "schedule"}} per device kind, read by compiler/choose.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from pallas_kernels.base import f32
 from pallas_kernels.timing import Chain
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
-from polyjax.core.op import Choice, Kernel, Schedule, Workload
+from polyjax.core.op import Kernel, Schedule, Workload
 
 TABLES = Path(__file__).parent / "tables"
 TINY = 1e-30  # makes a link depend on the one before without changing a bfloat16 value
@@ -197,19 +197,3 @@ def write_table(
         file.flush()
         os.fsync(file.fileno())
     aside.rename(target)
-
-
-def choices(device_kind: str) -> Iterator[tuple[str, Choice]]:
-    """Yields (workload key, choice) of every table entry that is still legal to name.
-
-    Entries of kernels or schedule fields that no longer exist are left out: a table may be older
-    than the code that reads it.
-    """
-    for key, entry in read_table(device_kind).items():
-        if entry["kernel"] not in CATALOGUE:
-            continue
-        try:
-            schedule = CATALOGUE[entry["kernel"]].schedule_type.from_json(entry["schedule"])
-        except ScheduleError:
-            continue
-        yield key, Choice(entry["kernel"], tuple(sorted(schedule.to_json().items())))

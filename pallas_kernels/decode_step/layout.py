@@ -44,11 +44,11 @@ class DecodeSchedule(Schedule):
     warpgroups: int = 2
     chunk: int = 1024
     stages: int = 8
-    in_flight: int = 4
+    in_flight: int = 3
     kv_stages: int = 1
     down_parts: int = 1
     evict_first: bool = True
-    hint_copies: int = 32
+    hint_copies: int = 64
     chains: int = 1
 
 

@@ -119,7 +119,7 @@ def best_fit(w: Workload, shared_bytes: int) -> DecodeSchedule | None:
                 stages=stages,
                 kv_stages=min(2, max(1, pages)),
                 down_parts=down_parts,
-                hint_copies=min(32, blocks),
+                hint_copies=min(64, blocks),
             )
             if shared_memory_bytes(w, schedule) > shared_bytes:
                 break

@@ -1,8 +1,9 @@
 """Which kernel and schedule each workload of a step gets when no search has run: the default plan.
 
 A step is traced once by shapes alone. At every op call the choice is, in this order: what a tuning
-table measured, the analytical default of the first kernel that supports the workload on this chip,
-or the reference. A composite op with a kernel is taken whole; one without is looked into.
+table measured, the analytical default of the first kernel that supports the workload on this chip
+and is preferred for it, or the reference. A composite op with a kernel is taken whole; one
+without is looked into.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def choose(
         suits = kernel.op.name == workload.op and kernel.platform == chip.platform
         if not suits or not kernel.requires <= chip.features or kernel.supports(workload):
             continue
+        if not kernel.preferred(workload):
+            continue
         return Choice(name, _frozen(kernel.default(workload, chip)))
     return None
 
@@ -94,9 +97,9 @@ def load_tables(folder: str | Path, device_kind: str) -> dict[str, Choice]:
     """Returns the measured choices for one device kind; {} where there are none.
 
     A table is JSON, `{workload key: {"kernel": name, "schedule": {field: value}}}`, in the file
-    `<device kind, spaces as underscores>.json`. Raises ConfigError naming a malformed table.
+    `<device kind>.json`. Raises ConfigError naming a malformed table.
     """
-    path = Path(folder) / f"{device_kind.replace(' ', '_')}.json"
+    path = Path(folder) / f"{device_kind}.json"
     if not path.exists():
         return {}
     try:

@@ -170,6 +170,9 @@ class Kernel(Protocol):
     def supports(self, workload: Workload) -> str | None:
         """None, or why this kernel cannot compute the workload at all."""
 
+    def preferred(self, workload: Workload) -> bool:
+        """Whether plans take it without a measurement: it beat XLA nearby, on a device."""
+
     def space(self, workload: Workload, chip: ChipSpec) -> Iterator[Schedule]:
         """Every schedule of the grid of knobs, legal or not; order is stable."""
 

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 import models
+import pallas_kernels
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.abi import StateABI
 from polyjax.compiler.buckets import (
@@ -71,7 +72,7 @@ class PlatformDefaults:
     warm_calls: int  # CUDA graphs are built in the second call and replayed from the third
 
 
-TABLES = Path(__file__).parents[1] / "tables"
+TABLES = Path(pallas_kernels.__file__).parent / "tables"
 
 CPU_DEFAULTS = PlatformDefaults(16, 512, 16, 2, 0)
 ACCELERATOR_DEFAULTS = PlatformDefaults(256, 8192, 64, 4, 3)
@@ -154,8 +155,9 @@ def size_engine(
         )
     wanted = config.max_model_len or longest
     scratch = num_seqs + 32  # a row of a gate's step writes to a page of its own
+    ways = tuple(mesh_plan.ways(group.axes) for group in model.config.kv_groups())
     request = PoolRequest(
-        model.config, model.dtype, page_size, num_seqs, wanted, batched, scratch, mesh_plan.model
+        model.config, model.dtype, page_size, num_seqs, wanted, batched, scratch, ways
     )
     if config.num_kv_pages:
         pages = [config.num_kv_pages] * len(model.config.kv_groups())

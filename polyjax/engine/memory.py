@@ -20,7 +20,10 @@ CPU_POOL_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
 
 @dataclasses.dataclass(frozen=True)
 class PoolRequest:
-    """What the pool has to serve. `scratch_pages` come on top of the usable ones."""
+    """What the pool has to serve. `scratch_pages` come on top of the usable ones.
+
+    `ways` says into how many shards each KV group's pool is cut.
+    """
 
     config: ModelConfig
     dtype: str
@@ -29,7 +32,7 @@ class PoolRequest:
     max_model_len: int
     max_num_batched_tokens: int
     scratch_pages: int
-    shards: int
+    ways: tuple[int, ...]
 
 
 def memory_budget_bytes(device: jax.Device, utilization: float) -> int:
@@ -69,10 +72,8 @@ def usable_pages(request: PoolRequest, budget_bytes: int) -> list[int]:
     Raises ConfigError naming the flag to change where not even one page fits.
     """
     caps = page_caps(request)
-    costs = [
-        size // request.shards
-        for size in page_bytes(request.config, request.page_size, request.dtype)
-    ]
+    sizes = page_bytes(request.config, request.page_size, request.dtype)
+    costs = [size // ways for size, ways in zip(sizes, request.ways, strict=True)]
     fixed = sum(cost * (SINK_PAGES + request.scratch_pages) for cost in costs)
     budget = budget_bytes - fixed
     top = max(caps)

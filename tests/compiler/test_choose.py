@@ -36,6 +36,9 @@ class ToyKernel:
     def supports(self, workload):
         return None if workload["M"] <= self.most_rows else "too many rows"
 
+    def preferred(self, workload):
+        return workload["M"] > 1
+
     def default(self, workload, chip):
         return Tile()
 
@@ -87,10 +90,17 @@ def test_unsupported_workloads_and_chips_keep_the_reference():
     assert default_choices([mlp(4)], CATALOGUE, chip("cpu"), {}) == ()
 
 
+def test_a_kernel_that_is_not_preferred_needs_a_measurement():
+    assert default_choices([mlp(1)], CATALOGUE, H200, {}) == ()
+    ((key, choice), *_) = default_choices([mlp(4)], CATALOGUE, H200, {})
+    single = key.replace("M=4", "M=1")
+    assert single in dict(default_choices([mlp(1)], CATALOGUE, H200, {single: choice}))
+
+
 def test_a_measured_choice_wins_while_it_is_legal(tmp_path):
     ((key, _), *_) = default_choices([mlp(4)], CATALOGUE, H200, {})
     table = {key: {"kernel": "toy.matmul", "schedule": {"rows": 16}}}
-    (tmp_path / "NVIDIA_H200.json").write_text(json.dumps(table))
+    (tmp_path / "NVIDIA H200.json").write_text(json.dumps(table))
     loaded = load_tables(tmp_path, "NVIDIA H200")
     assert dict(default_choices([mlp(4)], CATALOGUE, H200, loaded))[key] == Choice(
         "toy.matmul", (("rows", 16),)
