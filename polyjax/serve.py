@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def serve(config: ServerConfig, engine: EngineConfig) -> int:
     """Serves until a signal or a failure; returns the exit code."""
+    if config.dry_run:
+        return dry_run(engine)
     folder = make_runtime_folder()
     try:
         if config.api_server_count > 1:
@@ -51,6 +53,16 @@ def serve(config: ServerConfig, engine: EngineConfig) -> int:
         return run_event_loop(Supervisor(config, engine, script, folder).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def dry_run(engine: EngineConfig) -> int:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # jax is asked for its platform only
+    from polyjax.dry_run import describe
+    from polyjax.progress import ShownProgress
+    from polyjax.server.process import open_served
+
+    print(describe(engine, open_served(engine.model, engine.tokenizer, ShownProgress())))
+    return 0
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ class ServerConfig:
     )
     metrics_prefix: str = _setting("vllm:", "Prefix of the standard metrics' names.")
     log_interval_s: float = _setting(5.0, "Seconds between lines of statistics under load.")
+    dry_run: bool = _setting(
+        False, "Print what the model takes on each device, from its config alone, and exit."
+    )
     scripted_engine: str | None = _setting(
         None,
         "JSON settings of an engine without a model, for tests and HTTP measurements; {} works.",
