@@ -6,6 +6,8 @@ are out of its sight; on a device they are the repeatability gate's business.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import jax
@@ -34,7 +36,8 @@ def check(trial: OpTrial) -> dict[str, Any]:
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        called(jax.jit(watched), on_device(case.args))
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every pair of accesses
+            called(jax.jit(watched), on_device(case.args))
         found = gpu_callbacks.get_races().races_found
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -30,8 +30,8 @@ def dense_decode(case: Case, wanted: Results, _found: Results) -> tuple[Expected
     """Layers amplify errors, and bounds of bounds explode: what they do is sampled instead.
 
     The stack is run several times, each op's result moved at random within that op's own bound
-    (Monte Carlo arithmetic: Parker 1997). Six standard deviations of the outcome, pooled over a
-    row, are what correct implementations may differ by.
+    (Monte Carlo arithmetic: Parker 1997). Six standard deviations of the outcome are what correct
+    implementations may differ by.
     """
     named = case.named
     assert case.rows is not None
@@ -56,10 +56,14 @@ def dense_decode(case: Case, wanted: Results, _found: Results) -> tuple[Expected
 
 
 def _spread(centre: np.ndarray, samples: list[np.ndarray]) -> np.ndarray:
-    """Six standard deviations around `centre`, one number a row, in its shape."""
+    """Six standard deviations around `centre`: an element's own or its row's, the larger.
+
+    A row's is known better; an outlier's rounding is its own.
+    """
     inner = tuple(range(1, centre.ndim))
-    squares = np.mean([np.mean((s - centre) ** 2, inner, keepdims=True) for s in samples], axis=0)
-    return np.broadcast_to(eb.SIGMAS * np.sqrt(squares) + eb.SMALLEST, centre.shape)
+    squares = np.mean([(sample - centre) ** 2 for sample in samples], axis=0)
+    largest = np.maximum(squares, np.mean(squares, inner, keepdims=True))
+    return eb.SIGMAS * np.sqrt(largest) + eb.SMALLEST
 
 
 def _stack(case: Case, settle: Callable[[Approx], Approx]) -> list[np.ndarray]:

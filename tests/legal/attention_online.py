@@ -18,6 +18,7 @@ WORKLOADS = [
 # Pages a chunk, splits of the context, whether weights are rounded to the cache's dtype.
 SCHEDULES = [(1, 1, False), (1, 2, True), (2, 1, True), (2, 3, False), (5, 1, True), (3, 2, True)]
 MASKED = -1e30
+SUBSET = False
 
 
 def build(workload, schedule):

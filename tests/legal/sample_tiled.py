@@ -14,6 +14,7 @@ WORKLOADS = [
     small_workload("lm_head_sample", greedy=True),
 ]
 SCHEDULES = [32, 50, 128]
+SUBSET = False
 
 
 def build(workload, schedule):

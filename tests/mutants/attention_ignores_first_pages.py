@@ -9,6 +9,7 @@ from polyjax.gates.small_workloads import small_workload
 OP = ops.PAGED_ATTENTION
 
 WORKLOAD = small_workload("paged_attention", optional=("first_pages",), window=6)
+SUBSET = False
 
 
 def build(workload, schedule):

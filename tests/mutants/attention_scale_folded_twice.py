@@ -6,6 +6,7 @@ from polyjax.core import ops
 from polyjax.core.reference import causal_mask, gathered_pages, masked_softmax
 
 OP = ops.PAGED_ATTENTION
+SUBSET = False
 
 
 def build(workload, schedule):

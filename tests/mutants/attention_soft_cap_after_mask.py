@@ -9,6 +9,7 @@ from polyjax.gates.small_workloads import small_workload
 OP = ops.PAGED_ATTENTION
 
 WORKLOAD = small_workload("paged_attention", soft_cap=20.0)
+SUBSET = False
 
 
 def build(workload, schedule):

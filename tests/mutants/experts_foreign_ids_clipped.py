@@ -6,6 +6,7 @@ from polyjax.core import ops, reference_experts
 from polyjax.core.op import REFERENCE
 
 OP = ops.EXPERTS
+SUBSET = False
 
 
 def build(workload, schedule):

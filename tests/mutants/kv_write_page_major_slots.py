@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from polyjax.core import ops
 
 OP = ops.KV_WRITE
+SUBSET = False
 
 
 def build(workload, schedule):

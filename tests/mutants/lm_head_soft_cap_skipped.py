@@ -8,6 +8,7 @@ from polyjax.gates.small_workloads import small_workload
 OP = ops.LM_HEAD
 
 WORKLOAD = small_workload("lm_head", soft_cap=15.0)
+SUBSET = False
 
 
 def build(workload, schedule):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from polyjax.core import ops
 
 OP = ops.MATMUL
+SUBSET = False
 
 
 def build(workload, schedule):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from polyjax.core import ops, reference
 
 OP = ops.NORM_QKV_ROPE_WRITE
+SUBSET = False
 
 
 def build(workload, schedule):

@@ -6,6 +6,7 @@ from polyjax.core import ops, reference
 from polyjax.core.noise import gumbel
 
 OP = ops.LM_HEAD_SAMPLE
+SUBSET = False
 
 
 def build(workload, schedule):

@@ -10,6 +10,7 @@ from polyjax.gates.small_workloads import small_workload
 OP = ops.DENSE_DECODE_STACK
 
 WORKLOAD = in_dtype(small_workload("dense_decode_stack"), "float32")
+SUBSET = False
 
 
 def supports(workload):

@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 
+SUBSET = False
+
 
 def wrap(program):
     def run(params, kv, last_tokens, flat):

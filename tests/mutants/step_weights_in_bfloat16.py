@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+SUBSET = False
+
 
 def wrap(program):
     narrow = jax.jit(lambda p: jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(a.dtype), p))
