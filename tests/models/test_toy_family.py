@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +18,9 @@ from safetensors.numpy import save_file
 
 import models
 from polyjax.core.errors import ModelError
+from tests.goldens import golden
 from tests.models.paged import PAGE_SIZE, PAGES_PER_ROW, load
+from tests.server import serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding_a_family.md"
 CONFIG: dict[str, Any] = {
@@ -120,3 +124,40 @@ def test_toy_family_shows_its_workloads_and_memory(toy: Any) -> None:
 def test_toy_family_refuses_what_it_does_not_have(toy: Any) -> None:
     with pytest.raises(ModelError, match="parallel_layers is False"):
         toy.Config.from_hf({**CONFIG, "parallel_layers": False})
+
+
+# Runs first in every Python process that finds it; only the engine process needs the family.
+SITECUSTOMIZE = """
+import sys
+if "polyjax.engine.process" in sys.orig_argv:
+    import importlib.util
+    import models
+    spec = importlib.util.spec_from_file_location("models.toy", {file!r})
+    sys.modules["models.toy"] = importlib.util.module_from_spec(spec)
+    models.FAMILIES["ToyForCausalLM"] = "models.toy"
+    spec.loader.exec_module(sys.modules["models.toy"])
+"""
+
+
+def test_toy_family_is_served(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer: prompts are ids
+        shutil.copy(golden("llama", "gqa").path / name, checkpoint / name)
+    (tmp_path / "site").mkdir()
+    startup = SITECUSTOMIZE.format(file=str(tmp_path / "toy.py"))
+    (tmp_path / "site" / "sitecustomize.py").write_text(startup)
+    monkeypatch.setattr(serving, "ROOT", f"{serving.ROOT}{os.pathsep}{tmp_path / 'site'}")
+    flags = ("--max_num_seqs=2", "--max_num_batched_tokens=16", "--max_programs=3")
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with serving.running(
+        checkpoint, (*flags, f"--compile_cache_dir={tmp_path / 'cache'}"), ready_limit_s=300.0
+    ) as server:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        events = server.stream("/v1/completions", {**body, "ignore_eos": True})
+    told = [token for event in events for token in event["choices"][0].get("token_ids", [])]
+    assert len(told) == 12
+    with np.load(tmp_path / "weights.npz") as weights:
+        logits = forward(weights, prompt + told)[len(prompt) - 1 : -1]
+    chosen = np.take_along_axis(logits, np.array(told)[:, None], axis=1)[:, 0]
+    assert (logits.max(axis=1) - chosen < 1e-4).all()
