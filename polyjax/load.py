@@ -180,7 +180,7 @@ def run_load(spec: LoadSpec, num_processes: int) -> list[RequestRecord]:
     """
     num_processes = min(num_processes, spec.concurrency)
     requests = make_requests(spec)
-    context = multiprocessing.get_context("fork")  # this process has neither threads nor a device
+    context = multiprocessing.get_context("spawn")  # the caller may have threads, or a device
     barrier = context.Barrier(num_processes)
     pipes, children = [], []
     for number in range(num_processes):

@@ -93,5 +93,6 @@ def test_the_script(server: Server, tmp_path: Path) -> None:
     assert lines["serve_c2_events_per_token"]["samples"] == [1.0, 1.0, 1.0]
     throughput = lines["serve_c2_output_tokens_per_s"]
     assert throughput["device"] == "scripted" and throughput["better"] == "higher"
-    assert 0 < throughput["value"] <= 2 / 0.002  # two streams at the scripted pace
+    # No upper bound: the scripted engine makes up for late steps, so a short run can be faster.
+    assert throughput["value"] > 0
     assert lines["serve_c2_ttft_p50_ms"]["better"] == "lower"
