@@ -44,11 +44,9 @@ from polyjax.engine.types import EngineConfig
 from polyjax.packages import refuse_foreign_packages
 from polyjax.progress import ShownProgress
 from polyjax.runtime_folder import make_runtime_folder
-from polyjax.server.answers import Head
 from polyjax.server.completions import Prepare, prepare_chat, prepare_text
 from polyjax.server.config import ServerConfig
 from polyjax.server.errors import error_body
-from polyjax.server.generation import Admission, Generation
 from polyjax.server.process import configure_logging, open_served, run_event_loop
 from polyjax.server.service import ServedModel
 from polyjax.server.stream import collect
@@ -246,19 +244,10 @@ class Batch:
         prepared = ROUTES[line.url](self._model, line.body)
         if prepared.body.stream:
             raise RequestError("a batch has no streams; leave stream out", "stream")
-        admission = Admission(prepared.body.priority, prepared.body.cache_salt or "")
-        generation = Generation(
-            self._client,
-            self._model.tokenizer,
-            prepared.prompts,
-            prepared.params,
-            admission,
-            lambda choice, before_s: None,
-            self._count_tokens,
+        generation = prepared.generation(
+            self._client, self._model, lambda choice, before_s: None, self._count_tokens
         )
-        numerics = prepared.params.numerics or self._model.info.numerics
-        name = f"{prepared.id_prefix}-{line.id}"
-        head = Head(name, int(time.time()), self._model.info.model_name, numerics)
+        head = prepared.head(line.id, self._model)
         generation.start()
         try:
             return await collect(generation, head, prepared.make_format(generation.choices))

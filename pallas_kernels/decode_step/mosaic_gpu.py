@@ -20,7 +20,8 @@ from pallas_kernels.base import MosaicGpuKernel
 from pallas_kernels.decode_step import device, legality
 from pallas_kernels.decode_step.body import Arguments, Body
 from pallas_kernels.decode_step.layout import DecodeSchedule, Exchange, SharedMemory, Step
-from polyjax.core.op import ChipLike, Schedule, Workload, Writes
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Schedule, Workload, Writes
 from polyjax.core.ops import DENSE_DECODE_GREEDY, DENSE_DECODE_STACK
 
 HOPPER_SHARED_BYTES = 227 * 1024  # of every chip with wgmma
@@ -45,7 +46,7 @@ class DecodeStep(MosaicGpuKernel):
             return "activations leave no room for two tiles of weights"
         return legality.broken_rule(workload, schedule)
 
-    def space(self, workload: Workload, chip: ChipLike) -> Iterator[DecodeSchedule]:
+    def space(self, workload: Workload, chip: ChipSpec) -> Iterator[DecodeSchedule]:
         blocks = legality.blocks_of(workload) or 128
         knobs = itertools.product(
             (1024, 2048), (1, 2, 3), (4, 5, 7, 9, 11), (2, 3, 4, 6), (1, 2), (1, 2, 4), (32, 64)
@@ -58,12 +59,12 @@ class DecodeStep(MosaicGpuKernel):
                     hint_copies=min(hint_copies, blocks), chains=chains,
                 )  # fmt: skip
 
-    def default(self, workload: Workload, chip: ChipLike) -> DecodeSchedule:
+    def default(self, workload: Workload, chip: ChipSpec) -> DecodeSchedule:
         schedule = legality.best_fit(workload, chip.shared_memory_bytes)
         assert schedule is not None, f"{chip.name} has less shared memory than `supports` assumes"
         return schedule
 
-    def illegal(self, workload: Workload, schedule: Any, chip: ChipLike) -> str | None:
+    def illegal(self, workload: Workload, schedule: Any, chip: ChipSpec) -> str | None:
         if schedule.blocks > chip.num_sms:
             limit = f"{chip.name} runs {chip.num_sms} at once"
             return f"{schedule.blocks} blocks wait for each other, {limit}"

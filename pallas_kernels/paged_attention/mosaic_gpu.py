@@ -94,11 +94,6 @@ class Shape:
         """Tokens of one page that one chunk takes."""
         return min(self.page, self.schedule.chunk)
 
-    @property
-    def chunks_per_split(self) -> int:
-        tokens = self.columns_of_pages * self.page
-        return -(-tokens // (self.schedule.chunk * self.schedule.splits))
-
 
 @dataclasses.dataclass(frozen=True)
 class PagedDecodeAttention(MosaicGpuKernel):

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
 
-ChipLike = ChipSpec
-
 _SPEC = re.compile(r"^(\w+)([?*])?\[([\w,]*)\]$")
 
 

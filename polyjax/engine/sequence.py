@@ -114,11 +114,6 @@ class Sequence:
         return self.num_total - len(self.token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Generated tokens the host knows."""
-        return len(self.token_ids) - self.prompt_tokens
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.prompt_tokens :]
 

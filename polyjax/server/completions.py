@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from polyjax.core.errors import RequestError
+from polyjax.engine.client import EngineClient
 from polyjax.engine.types import SamplingParams
 from polyjax.server.answers import Head, TokenNames
 from polyjax.server.choice import Choice
@@ -44,6 +45,28 @@ class Prepared:
     id_prefix: str
     make_format: Callable[[Sequence[Choice]], AnswerFormat]
 
+    def generation(
+        self,
+        client: EngineClient,
+        model: ServedModel,
+        on_token: Callable[[Choice, float], None],
+        on_finished: Callable[[Choice], None],
+    ) -> Generation:
+        """The request on its way through an engine; not started yet."""
+        admission = Admission(self.body.priority, self.body.cache_salt or "")
+        return Generation(
+            client, model.tokenizer, self.prompts, self.params, admission, on_token, on_finished
+        )
+
+    def head(self, name: str, model: ServedModel) -> Head:
+        """What all objects of the answer called `name` share."""
+        return Head(
+            id=f"{self.id_prefix}-{name}",
+            created_s=int(time.time()),
+            model=model.info.model_name,
+            numerics=self.params.numerics or model.info.numerics,
+        )
+
 
 Prepare = Callable[[ServedModel, bytes], Prepared]
 
@@ -65,18 +88,13 @@ async def _answer(
         raw = await read_body(scope, receive, service.config.max_body_bytes)
         prepared = await off_loop(raw, prepare, model, raw)
         metrics.on_request(prepared.params.n, prepared.params.max_tokens)
-        generation = Generation(
-            service.client,
-            model.tokenizer,
-            prepared.prompts,
-            prepared.params,
-            Admission(prepared.body.priority, prepared.body.cache_salt or ""),
-            metrics.on_token,
-            metrics.on_finished,
+        generation = prepared.generation(
+            service.client, model, metrics.on_token, metrics.on_finished
         )
         async with cancelled_on_disconnect(generation, receive):
             generation.start()
-            await _send_answer(generation, prepared, _head(scope, model, prepared), send)
+            head = prepared.head(_answer_name(scope, prepared), model)
+            await _send_answer(generation, prepared, head, send)
     finally:
         service.num_open -= 1
 
@@ -94,14 +112,9 @@ async def _send_answer(generation: Generation, prepared: Prepared, head: Head, s
     await send_stream(generation, writer, send)
 
 
-def _head(scope: Scope, model: ServedModel, prepared: Prepared) -> Head:
+def _answer_name(scope: Scope, prepared: Prepared) -> str:
     given = prepared.body.request_id or (header(scope, b"x-request-id") or b"").decode("latin-1")
-    return Head(
-        id=f"{prepared.id_prefix}-{given[:256] or uuid.uuid4().hex}",
-        created_s=int(time.time()),
-        model=model.info.model_name,
-        numerics=prepared.params.numerics or model.info.numerics,
-    )
+    return given[:256] or uuid.uuid4().hex
 
 
 def prepare_chat(model: ServedModel, raw: bytes) -> Prepared:

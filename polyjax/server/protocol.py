@@ -103,10 +103,6 @@ class GenerationBody(Body):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
 
 def _is_list_of(kind: type, value: list[Any]) -> bool:
     return all(type(item) is kind for item in value)
