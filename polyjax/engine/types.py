@@ -18,6 +18,14 @@ MAX_LOGIT_BIAS = 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match; `kind` is one of polyjax.io.grammar.KINDS."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen; names and meanings follow the OpenAI and vLLM APIs.
 
@@ -46,6 +54,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     numerics: str | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 2.0 * 50)
