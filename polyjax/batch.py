@@ -142,6 +142,10 @@ class Progress:
         self._resumed = done
         self._started_s = time.monotonic()
 
+    def start(self) -> None:
+        """Requests are answered from now on: neither rate nor time left counts the start-up."""
+        self._started_s = time.monotonic()
+
     def describe(self) -> str:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         rate = (self.done - self._resumed) / elapsed_s
@@ -206,6 +210,7 @@ class Batch:
             await self._end(child)
 
     async def _answer_all(self, most: int) -> None:
+        self._progress.start()
         reporter = asyncio.create_task(self._report())
         workers = [
             asyncio.create_task(self._answer_some())
