@@ -17,16 +17,44 @@ if TYPE_CHECKING:
 
 
 def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs an admin command between two steps.
+    """Runs an admin command between two steps. All payloads and answers are JSON objects.
 
-    "plan" tells the plan in force. "plan/install" takes {"plan": {...}}, {"path": ...} or
-    {"compiler_options": {...}} (the plan in force with other options) and returns at once; "plan"
-    then tells how far it got. "plan/rollback" returns to the plan before. Raises RequestError: 400
-    for a malformed payload, 404 for an unknown command, 409 for what cannot be done now.
+    "plan": the plan in force, those resident, the promotion under way or last ended.
+    "plan/install": {"plan": {...}}, {"path": ...} or {"compiler_options": {...}} (the plan in force
+        with other options); optional "promotion": "immediate" (the default: gates, then in force)
+        or "canary" (first run in a process that can be killed, gates, shadow steps, paired canary;
+        in force only if faster), "lineage": text and "agent": who asks. Answers at once, as "plan".
+    "plan/rollback": back to the plan before, or forgets a promotion under way. Answers as "plan".
+    "plan/propose": {"plan": {...}, "lineage": text, "agent": text}, the whole way, one after
+        another -> {"proposal_id": int, "stage": "queued"}.
+    "plan/proposal": {"proposal_id": int} -> {"proposal_id", "stage", "reason", "agent", "lineage",
+        "digest", "canary": {...}, "watch": {...}, ...}; "stage" ends as "current" with
+        "watch"."state" == "survived", or as "refused" or "rolled_back" with a "reason".
+    "events": {"after": int, "limit": int} -> {"events": [...], "next": int, "oldest": int}: those
+        numbered above "after"; ask again with "after" = "next".
+    "limits": {} -> max_num_seqs, max_num_batched_tokens, tune_duty and what they may be raised to.
+    "limits/set": any of "max_num_seqs", "max_num_batched_tokens", "tune_duty". Answers as "limits".
+    "ladder": {} -> {"ladder": {...}, "launches": [...]}: the ladder in force and what ran on it.
+    "ladder/set": {"derive": true, "max_programs": int} or {"ladder": {...}}; optional "promotion".
+        The plan in force on another ladder, installed like a plan. Answers as "plan".
+    "tune/lease": {"ms": number, "agent": text} -> {"granted": bool, "lease_id": int or null,
+        "expires_monotonic_s": float or null, "reason": text, "retry_after_s": float}. Times are of
+        CLOCK_MONOTONIC, the same in all processes of a machine.
+    "tune/check": {"lease_id": int} -> {"valid": bool, "reason": text}; a lease is revoked within a
+        step when load rises, and ends at its deadline.
+    "tune/release": {"lease_id": int} -> {"released": bool, "used_ms": float}; what was not used
+        goes back to the budget.
+
+    Raises RequestError: 400 for a malformed payload, 404 for an unknown command, proposal or
+    lease, 409 for what cannot be done now.
     """
     match command:
         case "plan":
             pass
+        case "kernels":
+            return {"kernels": [file.to_json() for file in engine.kernels.files]}
+        case "kernels/add":
+            return engine.kernels.add(payload).to_json()
         case "plan/install":
             _install(engine, payload)
         case "plan/rollback":
