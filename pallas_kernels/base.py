@@ -19,6 +19,7 @@ import numpy as np
 
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Op, Schedule, Workload, Writes
 
 WARPGROUP_THREADS = 128
@@ -133,6 +134,12 @@ class MosaicGpuKernel:
     def writing(self, schedule: Any) -> Any:
         """The part of a schedule that `writes` and `outputs` depend on; hashable."""
         return schedule
+
+    def launch_shape(self, workload: Workload, schedule: Any) -> LaunchShape:
+        """One block of one warpgroup a declared write, all of its loads asked for at once."""
+        blocks = sum(1 for _ in self.writes(workload, schedule))
+        moved = self.op.bytes_moved(workload) if self.op.bytes_moved else 0.0
+        return LaunchShape(blocks, WARPGROUP_THREADS, 64, moved, moved / blocks)
 
     def illegal(self, workload: Workload, schedule: Any, chip: ChipSpec) -> str | None:
         """Kernel-specific rules: None, or the reason the schedule cannot work."""

@@ -23,6 +23,7 @@ from pallas_kernels.base import (
     f32,
 )
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Schedule, Workload, Writes
 
 MAX_ROWS = 4  # activation rows; more spill registers before they pay
@@ -71,19 +72,32 @@ class Gemv:
             return f"lookahead={s.lookahead} is neither 0 nor 1"
         if s.lookahead and self.depth // s.tile_k < 2:
             return "lookahead needs at least two steps"
-        per_lane = s.tile_k // WARPGROUP_THREADS
-        weights = self.groups * s.rows
-        registers = (
-            per_lane
-            * (
-                self.activations * (weights + 1 + self.normalised)
-                + weights * (1 + s.lookahead) // 2
-            )
-            + 30
-        )
-        if registers > REGISTERS_PER_THREAD:
-            return f"about {registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
+        if self.registers > REGISTERS_PER_THREAD:
+            return f"about {self.registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
         return None
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: partial sums and activations in float32, weights in bfloat16, addresses."""
+        s, weights = self.schedule, self.groups * self.schedule.rows
+        sums = self.activations * (weights + 1 + self.normalised)
+        return s.tile_k // WARPGROUP_THREADS * (sums + weights * (1 + s.lookahead) // 2) + 30
+
+    def launch_shape(self) -> LaunchShape:
+        """What a block and all blocks together do, for cost models."""
+        s, rows = self.schedule, self.groups * self.schedule.rows
+        blocks = self.outputs // s.rows
+        row_bytes = 2 * self.depth
+        return LaunchShape(
+            blocks,
+            WARPGROUP_THREADS,
+            self.registers,
+            float(blocks * row_bytes * (rows + self.activations + self.normalised)),
+            float(2 * s.tile_k * rows * (1 + s.lookahead)),
+            steps=self.depth // s.tile_k,
+            reductions=self.activations * (rows + self.normalised),
+            vector_elements=float(self.depth * (rows * (1 + self.activations) + self.activations)),
+        )
 
     def run(
         self,
@@ -220,6 +234,9 @@ class GemvKernel(MosaicGpuKernel):
 
     def illegal(self, workload: Workload, schedule: GemvSchedule, chip: ChipSpec) -> str | None:
         return self.gemv(workload, schedule).illegal(chip)
+
+    def launch_shape(self, workload: Workload, schedule: GemvSchedule) -> LaunchShape:
+        return self.gemv(workload, schedule).launch_shape()
 
     def shared_memory_bytes(self, workload: Workload, schedule: GemvSchedule) -> int:
         return REDUCTION_SCRATCH_BYTES

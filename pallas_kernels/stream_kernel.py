@@ -14,6 +14,7 @@ from pallas_kernels.base import MMA_ROWS, MosaicGpuKernel
 from pallas_kernels.weight_stream import Stream, StreamSchedule
 from polyjax.core import reference
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Workload
 
 REQUIRES = frozenset({"tma", "wgmma", "cluster", "bf16"})
@@ -120,6 +121,10 @@ class StreamKernel(MosaicGpuKernel):
     def shared_memory_bytes(self, workload: Workload, schedule: StreamSchedule) -> int:
         stream = self.stream(workload, schedule)
         return stream.shared_memory_bytes() + self.extra_bytes(workload, schedule)
+
+    def launch_shape(self, workload: Workload, schedule: StreamSchedule) -> LaunchShape:
+        shape = self.stream(workload, schedule).launch_shape()
+        return dataclasses.replace(shape, kernels=1 + schedule.separate_norm)
 
     def writing(self, schedule: StreamSchedule) -> Any:
         return schedule.tile_rows

@@ -29,11 +29,13 @@ from pallas_kernels.base import (
     MMA_ROWS,
     REGISTERS_PER_THREAD,
     SWIZZLE_BYTES,
+    WARPGROUP_THREADS,
     f32,
     round_up,
     shared_array_bytes,
 )
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Schedule
 
 SWIZZLED = (
@@ -130,11 +132,39 @@ class Stream:
             return f"blocks={s.blocks} is not between 1 and the {self.tiles} tiles"
         if s.stages < 2 or s.stages > self.block_steps * -(-self.tiles // s.blocks):
             return f"stages={s.stages} is not between 2 and the steps of a block"
-        # Accumulators, the scale of the norm and about 40 for addresses live in registers at once.
-        registers = (self.groups + self.normalised) * self.columns // 2 + 40
-        if registers > REGISTERS_PER_THREAD:
-            return f"about {registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
+        if self.registers > REGISTERS_PER_THREAD:
+            return f"about {self.registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
         return None
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: accumulators, the scale of the norm and about 40 for addresses."""
+        return (self.groups + self.normalised) * self.columns // 2 + 40
+
+    def launch_shape(self) -> LaunchShape:
+        """What the busiest block and all blocks together do, for cost models."""
+        s, blocks = self.schedule, self.schedule.blocks * self.cluster
+        tiles = -(-self.tiles // s.blocks)
+        step_weights = 2 * self.groups * MMA_ROWS * s.tile_k
+        step_rows = 2 * self.columns * s.tile_k
+        loads = 1 if s.resident else tiles  # times a block reads its share of the activations
+        activations = blocks * loads * self.block_steps * step_rows
+        weights = self.tiles * self.block_steps * self.cluster * step_weights
+        weighed = loads * self.block_steps * step_rows / 2 if self.normalised else 0.0
+        stored = tiles * self.groups * MMA_ROWS * self.columns
+        return LaunchShape(
+            blocks,
+            WARPGROUP_THREADS,
+            self.registers,
+            float(weights + activations),
+            min(s.stages, tiles * self.block_steps) * (step_weights + step_rows * (not s.resident)),
+            cluster=self.cluster,
+            steps=tiles * self.block_steps,
+            tiles=tiles,
+            syncs=tiles if self.cluster > 1 else 0,
+            vector_elements=weighed + stored,
+            flops=2.0 * self.columns * weights / 2,
+        )
 
     def shared_memory_bytes(self) -> int:
         s, part = self.schedule, shared_array_bytes

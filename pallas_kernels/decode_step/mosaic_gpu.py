@@ -16,11 +16,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.base import MosaicGpuKernel
+from pallas_kernels.base import WARPGROUP_THREADS, MosaicGpuKernel
 from pallas_kernels.decode_step import device, legality
 from pallas_kernels.decode_step.body import Arguments, Body
 from pallas_kernels.decode_step.layout import DecodeSchedule, Exchange, SharedMemory, Step
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Schedule, Workload, Writes
 from polyjax.core.ops import DENSE_DECODE_GREEDY, DENSE_DECODE_STACK
 
@@ -72,6 +73,24 @@ class DecodeStep(MosaicGpuKernel):
 
     def shared_memory_bytes(self, workload: Workload, schedule: Any) -> int:
         return legality.shared_memory_bytes(workload, schedule)
+
+    def launch_shape(self, workload: Workload, schedule: Any) -> LaunchShape:
+        """Blocks exchange activations five times a layer: norms, q with k and v, heads, ffw."""
+        w, step = workload, Step.of(workload, schedule)
+        moved = self.op.bytes_moved(w) if self.op.bytes_moved else 0.0
+        head = -(-step.vocab_groups // schedule.blocks) * step.head_chunks if step.vocab else 0
+        tiles = w["L"] * step.layer_tiles + head
+        return LaunchShape(
+            schedule.blocks,
+            (schedule.warpgroups + 1) * WARPGROUP_THREADS,
+            4 * w["B"] * schedule.chains + step.group * 10 + 40,
+            moved,
+            float(min(schedule.in_flight, schedule.stages) * step.tile_bytes),
+            steps=-(-tiles // schedule.warpgroups),
+            syncs=5 * w["L"] + (1 if step.vocab else 0),
+            flops=tiles * schedule.blocks * 2.0 * 64 * step.tile_bytes / 2,
+            kernels=2,  # XLA fills the exchange buffer
+        )
 
     def outputs(self, workload: Workload, schedule: Any) -> tuple[tuple[int, ...], ...]:
         w = workload

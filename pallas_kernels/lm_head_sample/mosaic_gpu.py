@@ -20,6 +20,7 @@ from pallas_kernels.lm_head.mosaic_gpu import capped, head_stream, illegal_rows,
 from pallas_kernels.stream_kernel import StreamKernel, unsupported, with_norm
 from pallas_kernels.weight_stream import ACCUMULATOR, PER_COLUMN, Stream, StreamSchedule
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.noise import gumbel_of, row_keys
 from polyjax.core.op import Workload, Writes
 from polyjax.core.ops import LM_HEAD_SAMPLE
@@ -55,6 +56,10 @@ class StreamSample(StreamKernel):
         if schedule.blocks > 4 * chip.num_sms:
             return f"blocks={schedule.blocks} leave more candidates than one reduction should read"
         return illegal_rows(workload, schedule) or super().illegal(workload, schedule, chip)
+
+    def launch_shape(self, workload: Workload, schedule: StreamSchedule) -> LaunchShape:
+        shape = super().launch_shape(workload, schedule)
+        return dataclasses.replace(shape, kernels=shape.kernels + 1)  # XLA reduces the candidates
 
     def writing(self, schedule: StreamSchedule) -> Any:
         return schedule.blocks, schedule.tile_rows

@@ -36,6 +36,7 @@ from pallas_kernels.weight_stream import (
     store_transposed,
 )
 from polyjax.core.chips import ChipSpec
+from polyjax.core.launch import LaunchShape
 from polyjax.core.op import Schedule, Workload, Writes
 from polyjax.core.ops import PAGED_ATTENTION
 
@@ -183,6 +184,25 @@ class PagedDecodeAttention(MosaicGpuKernel):
         total += shared_array_bytes(columns, schedule.chunk, itemsize=2)  # p
         total += shared_array_bytes(columns, workload["H"], itemsize=4)  # output staging
         return total + REDUCTION_SCRATCH_BYTES + (schedule.stages + 1) * BARRIER_BYTES + 1024
+
+    def launch_shape(self, workload: Workload, schedule: AttentionSchedule) -> LaunchShape:
+        """Of a bucket whose every page is live; the second kernel combines the splits."""
+        s, shape = schedule, self._shape(workload, schedule)
+        pairs, dim = shape.batch * shape.kv_heads, shape.head_dim
+        steps = -(-shape.columns_of_pages * shape.page // (s.chunk * s.splits))
+        step_bytes = 2 * s.chunk * dim * 2
+        partials = 4 * shape.batch * shape.heads * (dim + 1) * s.splits if s.splits > 1 else 0
+        return LaunchShape(
+            pairs * s.splits,
+            WARPGROUP_THREADS,
+            shape.columns * (2 * s.chunk + dim) // WARPGROUP_THREADS + 60,
+            float(pairs * shape.columns_of_pages * shape.page * 4 * dim + 2 * partials),
+            float(min(s.stages, steps) * step_bytes),
+            steps=steps,
+            vector_elements=float(steps * shape.columns * (s.chunk + dim)),
+            flops=float(pairs * s.splits * steps * 4 * s.chunk * dim * shape.columns),
+            kernels=1 + (s.splits > 1),
+        )
 
     def writing(self, schedule: AttentionSchedule) -> Any:
         return ()

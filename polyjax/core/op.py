@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
+from polyjax.core.launch import LaunchShape
 
 _SPEC = re.compile(r"^(\w+)([?*])?\[([\w,]*)\]$")
 
@@ -182,6 +183,9 @@ class Kernel(Protocol):
 
     def shared_memory_bytes(self, workload: Workload, schedule: Schedule) -> int:
         """Shared memory (VMEM on a TPU) per block, in bytes."""
+
+    def launch_shape(self, workload: Workload, schedule: Schedule) -> LaunchShape:
+        """How a legal schedule divides the work; cost models read it, nothing is checked."""
 
     def writes(self, workload: Workload, schedule: Schedule) -> Iterator[Writes]:
         """The write map; its union covers each output exactly once (split-K: per partial)."""

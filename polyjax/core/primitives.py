@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from polyjax.core import reference, reference_experts, reference_latent
 from polyjax.core.op import Op, Workload
 
-EMBED = Op("embed", ("table[V,D]", "tokens[M]"), reference.embed)
-RMS_NORM = Op("rms_norm", ("x[M,D]", "weight[D]"), reference.rms_norm)
-ROPE = Op("rope", ("x[M,N,H]", "cos_sin[M,R]"), reference.rope)
-KV_WRITE = Op("kv_write", ("kv[P,2,K,Z,H]", "k[M,K,H]", "v[M,K,H]", "slots[M]"), reference.kv_write)
-GATED_ACTIVATION = Op("gated_activation", ("gate_up[M,2,F]",), reference.gated_activation)
+
+def _moves(argument: str, *axes: str, times: int) -> Callable[[Workload], float]:
+    """Bytes of an op that does little but pass `times` arrays of these axes by."""
+    return lambda w: float(times * w.dtype(argument).itemsize * math.prod(w[a] for a in axes))
+
+
+EMBED = Op(
+    "embed",
+    ("table[V,D]", "tokens[M]"),
+    reference.embed,
+    bytes_moved=_moves("table", "M", "D", times=2),
+)
+RMS_NORM = Op(
+    "rms_norm",
+    ("x[M,D]", "weight[D]"),
+    reference.rms_norm,
+    bytes_moved=_moves("x", "M", "D", times=2),
+)
+ROPE = Op(
+    "rope",
+    ("x[M,N,H]", "cos_sin[M,R]"),
+    reference.rope,
+    bytes_moved=_moves("x", "M", "N", "H", times=2),
+)
+KV_WRITE = Op(
+    "kv_write",
+    ("kv[P,2,K,Z,H]", "k[M,K,H]", "v[M,K,H]", "slots[M]"),
+    reference.kv_write,
+    bytes_moved=_moves("kv", "M", "K", "H", times=4),
+)
+GATED_ACTIVATION = Op(
+    "gated_activation",
+    ("gate_up[M,2,F]",),
+    reference.gated_activation,
+    bytes_moved=_moves("gate_up", "M", "F", times=3),
+)
 
 
 def _matmul_flops(w: Workload) -> float:
@@ -55,7 +89,13 @@ PAGED_ATTENTION = Op(
     _attention_bytes,
 )
 
-ROUTE = Op("route", ("x[M,D]", "router[E,D]", "bias?[E]"), reference_experts.route)
+ROUTE = Op(
+    "route",
+    ("x[M,D]", "router[E,D]", "bias?[E]"),
+    reference_experts.route,
+    lambda w: 2.0 * w["M"] * w["E"] * w["D"],
+    _moves("router", "E", "D", times=1),
+)
 
 
 def _expert_bytes(w: Workload) -> float:
@@ -80,7 +120,10 @@ HEAD_MATMUL = Op(
     lambda w: w.dtype("w").itemsize * w["N"] * (w["O"] * w["I"] + w["M"] * (w["O"] + w["I"])),
 )
 LATENT_WRITE = Op(
-    "latent_write", ("kv[P,1,1,Z,L]", "latent[M,L]", "slots[M]"), reference_latent.latent_write
+    "latent_write",
+    ("kv[P,1,1,Z,L]", "latent[M,L]", "slots[M]"),
+    reference_latent.latent_write,
+    bytes_moved=_moves("kv", "M", "L", times=2),
 )
 LATENT_ATTENTION = Op(
     "latent_attention",
