@@ -24,7 +24,11 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class ChatTemplate:
-    """A compiled template. Safe to use from several threads."""
+    """A compiled template. Safe to use from several threads.
+
+    `takes_tools` says whether it reads its variable `tools`; without that, tools never reach the
+    model.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         """Compiles `source`; `special_tokens` are variables of it, such as bos_token.
@@ -32,13 +36,19 @@ class ChatTemplate:
         Raises ConfigError if the template does not parse.
         """
         self._variables = dict(special_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            parsed = environment.parse(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template does not parse (line {error.lineno}): {error.message}; "
                 "name another with --chat_template"
             ) from error
+        self.takes_tools = any(
+            name.name == "tools" and name.ctx == "load"
+            for name in parsed.find_all(jinja2.nodes.Name)
+        )
 
     def render(
         self,
@@ -51,9 +61,10 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt; encode it without adding special tokens, it holds its own.
 
-        `variables` are the request's chat_template_kwargs. With `continue_final_message` the prompt
-        ends inside the last message, so that the model goes on with it. Raises RequestError where
-        the messages do not fit the template.
+        `tools` and `tool_calls` are spelled as in OpenAI's API. `variables` are the request's
+        chat_template_kwargs. With `continue_final_message` the prompt ends inside the last message,
+        so that the model goes on with it. Raises RequestError where the messages do not fit the
+        template.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -89,13 +100,45 @@ class ChatTemplate:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins content given as a list of text parts: most templates want a string."""
-    content = message.get("content")
+    """The message as templates expect it: text parts joined, arguments of calls as mappings."""
+    plain, content = dict(message), message.get("content")
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
-        return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
-    return dict(message)
+        plain["content"] = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(calls := message.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """OpenAI's API has arguments as JSON text; Hugging Face templates get them as a mapping.
+
+    Text that is no JSON object, which a model may have written, stays text.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(arguments)}}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments that also read as JSON, for templates (DeepSeek-V3's) that put them into a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
 
 
 def _cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:

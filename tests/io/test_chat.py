@@ -144,3 +144,57 @@ def test_reserved_variables_are_refused() -> None:
     with pytest.raises(RequestError, match="messages") as caught:
         render(ROLES, variables={"messages": []})
     assert caught.value.param == "chat_template_kwargs"
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_tools"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}", True),
+        ("{% for tool in tools %}{{ tool.function.name }}{% endfor %}", True),
+        ("{{ messages[0].tools }} {{ xml_tools }} tools {# tools #}", False),
+        ("{% set tools = [] %}", False),
+        (ROLES, False),
+    ],
+)
+def test_whether_a_template_takes_tools(source: str, takes_tools: bool) -> None:
+    assert ChatTemplate(source).takes_tools is takes_tools
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    return [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("{{ arguments | tojson }}", '{"a": "é", "b": [1]}'),
+        ("{{ arguments }}", '{"a": "é", "b": [1]}'),
+        ("{{ '<' + arguments + '>' }}", '<{"a": "é", "b": [1]}>'),
+        ("{{ '<' ~ arguments ~ '>' }}", '<{"a": "é", "b": [1]}>'),
+        ("{% for name, value in arguments | items %}{{ name }}={{ value }} {% endfor %}", None),
+        ("{% for name in arguments %}{{ name }}={{ arguments[name] }} {% endfor %}", None),
+        ("{{ arguments is mapping }} {{ arguments is string }}", "True False"),
+    ],
+)
+def test_arguments_of_calls_as_templates_read_them(expression: str, expected: str | None) -> None:
+    source = "{% set arguments = messages[1].tool_calls[0].function.arguments %}" + expression
+    messages = called('{"a": "\\u00e9", "b": [1]}')
+    assert render(source, messages) == (expected or "a=é b=[1] ")
+    assert messages == called('{"a": "\\u00e9", "b": [1]}')  # unchanged
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "none of it"])
+def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments }}"
+    assert render(source, called(arguments)) == arguments
+
+
+def test_empty_arguments_are_an_empty_mapping() -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    assert render(source, called("")) == "{}"
