@@ -18,8 +18,9 @@ Predictor = Callable[[Point], float]
 class Agent(Protocol):
     """Proposes points of a space and learns what they cost.
 
-    `ask` returns a point that was not told yet, or None when it has none left. `tell` reports a
-    cost in microseconds, or None for a point that failed; every agent hears of every point.
+    `ask` returns a point that was neither told nor asked before, or None when it has none left;
+    several may be in flight. `tell` reports a cost in microseconds, or None for a point that
+    failed; every agent hears of every point.
     """
 
     name: str

@@ -31,10 +31,16 @@ class Bandit:
     def ask(self) -> Point | None:
         for agent in sorted(self._agents, key=self._bound, reverse=True):
             point: Point | None = agent.ask()
+            while point in self._asked:  # in flight for another agent
+                point = agent.ask()
             if point is not None:
                 self._asked[point] = agent
                 return point
         return None
+
+    def asker(self, point: Point) -> str:
+        """Returns the name of the agent whose point this is while it is in flight."""
+        return str(self._asked[point].name) if point in self._asked else self.name
 
     def _bound(self, agent: Any) -> float:
         tries = self._tries[agent.name]

@@ -29,9 +29,11 @@ class Evolution:
                     self._history.space.cross(self._pick(), self._pick(), self._rng)
                 )
                 if not self._history.known(child):
-                    return child
+                    return self._history.take(child)
         unknown = self._history.unknown()
-        return unknown[int(self._rng.integers(len(unknown)))] if unknown else None
+        if not unknown:
+            return None
+        return self._history.take(unknown[int(self._rng.integers(len(unknown)))])
 
     def _pick(self) -> Point:
         """Returns the best of a few random members."""

@@ -1,4 +1,4 @@
-"""What every agent remembers: which points are known, and their costs."""
+"""What every agent remembers: which points were asked for or told, and their costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from search.space import Point, Space
 
 
 class History:
-    """The told points of one space. Failed points are known but have no cost."""
+    """The points of one space that an agent need not ask for: told ones, and asked ones in flight.
+
+    Failed points are known but have no cost.
+    """
 
     def __init__(self, space: Space):
         self.space = space
@@ -18,11 +21,16 @@ class History:
         if cost_us is not None:
             self.costs_us[point] = cost_us
 
+    def take(self, point: Point) -> Point:
+        """Returns `point`, which is in flight from now on and will not be asked for again."""
+        self._known.add(point)
+        return point
+
     def known(self, point: Point) -> bool:
         return point in self._known
 
     def fresh(self, points: list[Point]) -> list[Point]:
-        """Returns those of `points` that were not told, in their order."""
+        """Returns those of `points` that are not known, in their order."""
         return [point for point in points if point not in self._known]
 
     def unknown(self) -> list[Point]:

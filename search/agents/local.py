@@ -28,9 +28,11 @@ class Local:
                 continue
             fresh = self._history.fresh(self._history.space.neighbours(centre))
             if fresh:
-                return fresh[0] if self._prior is None else min(fresh, key=self._prior)
+                near = fresh[0] if self._prior is None else min(fresh, key=self._prior)
+                return self._history.take(near)
             self._exhausted.add(centre)
-        return self._start()
+        start = self._start()
+        return None if start is None else self._history.take(start)
 
     def _start(self) -> Point | None:
         unknown = self._history.unknown()

@@ -54,15 +54,15 @@ class ModelLed:
         while self._first:
             point = self._first.pop()
             if not self._history.known(point):
-                return point
+                return self._history.take(point)
         unknown = self._history.unknown()
         if not unknown:
             return None
         if len(self._history.costs_us) < 2:
-            return unknown[int(self._rng.integers(len(unknown)))]
+            return self._history.take(unknown[int(self._rng.integers(len(unknown)))])
         rows = [self._index[point] for point in unknown]
         gain = self._expected_improvement(rows)
-        return unknown[int(np.argmax(gain))]
+        return self._history.take(unknown[int(np.argmax(gain))])
 
     def tell(self, point: Point, cost_us: float | None) -> None:
         self._history.tell(point, cost_us)

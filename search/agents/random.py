@@ -20,7 +20,7 @@ class Random:
         while self._queue:
             point = self._queue.pop()
             if not self._history.known(point):
-                return point
+                return self._history.take(point)
         return None
 
     def tell(self, point: Point, cost_us: float | None) -> None:

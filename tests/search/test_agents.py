@@ -112,3 +112,17 @@ def test_features_tell_points_apart_and_neighbours_differ_in_one_field():
     point = space.points[0]
     for other in space.neighbours(point):
         assert sum(a != b for a, b in zip(point, other, strict=True)) == 1
+
+
+@pytest.mark.parametrize("name", sorted(AGENTS))
+def test_points_in_flight_are_not_asked_for_again(name):
+    space = Space(grid().points[:30])
+    agent = AGENTS[name](space, 3, None)
+    asked = []
+    while len(asked) < len(space):
+        batch = [agent.ask() for _ in range(min(4, len(space) - len(asked)))]
+        asked += batch
+        for point in batch:
+            agent.tell(point, float(len(asked)))
+    assert sorted(asked) == sorted(space.points)
+    assert agent.ask() is None
