@@ -11,6 +11,8 @@ and comes back first in its results:
     SCORE           head hidden[R,D] targets[R]            scores[R,SCORE_COLUMNS]
     ADMIT           sampling slot row                      sampling
     READ_SCRATCH    kv                                     the scratch pages of every pool
+    COPY_PAGES      kv from[G,R] to[G,R]                   kv
+    COMPARE_PAGES   kv ours[G,R] theirs[G,R]               differences[L,3], see `_compare_pages`
 
 A decode program samples by itself, greedily or with Gumbel noise; where a row needs more, its
 `last_hidden` goes through a sampler, whose token overwrites the first.
@@ -40,7 +42,14 @@ from polyjax.compiler.sampling import (
     set_slot,
     store_tokens,
 )
-from polyjax.compiler.state import StateAvals, StateSpec, abstract_model, head_indices, state_avals
+from polyjax.compiler.state import (
+    StateAvals,
+    StateSpec,
+    abstract_model,
+    head_indices,
+    layer_groups,
+    state_avals,
+)
 from polyjax.compiler.xla_forms import PlatformOps
 from polyjax.core.batch_layout import FROM_SLOT, BatchLayout, PackedBatch
 from polyjax.core.buckets import Bucket, BucketLadder
@@ -61,8 +70,11 @@ class Kind(enum.StrEnum):
     SCORE = "score"
     ADMIT = "admit"
     READ_SCRATCH = "read_scratch"
+    COPY_PAGES = "copy_pages"
+    COMPARE_PAGES = "compare_pages"
 
 
+PAGE_KINDS = (Kind.READ_SCRATCH, Kind.COPY_PAGES, Kind.COMPARE_PAGES)
 DECODES = (Kind.DECODE_GREEDY, Kind.DECODE_GUMBEL)
 SAMPLERS = (Kind.SAMPLE_GREEDY, Kind.SAMPLE_GUMBEL, Kind.SAMPLE_FULL)
 NO_BUCKET = Bucket(0, 0, 0)
@@ -95,7 +107,7 @@ def program_keys(ladder: BucketLadder, fused_gumbel: bool) -> tuple[ProgramKey, 
     keys += [ProgramKey(kind, Bucket(1, size, 0)) for kind in SAMPLERS for size in sizes]
     rows = {*sizes, *(bucket.tokens * bucket.sequences for bucket in ladder.prefill)}
     keys += [ProgramKey(Kind.SCORE, Bucket(count, 1, 0)) for count in sorted(rows)]
-    return (*keys, ProgramKey(Kind.ADMIT), ProgramKey(Kind.READ_SCRATCH))
+    return (*keys, ProgramKey(Kind.ADMIT), *(ProgramKey(kind) for kind in PAGE_KINDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +189,32 @@ def _read_scratch(model: _Tracing, kv: Any) -> Any:
     return tuple(pool[pool.shape[0] - model.spec.scratch_pages :] for pool in kv)
 
 
+def _copy_pages(model: _Tracing, kv: Any, source: Any, target: Any) -> Any:
+    """Row g of `source` and `target` lists pages of KV group g; page 0 onto itself is padding."""
+    groups = layer_groups(model.spec.config)
+    return tuple(
+        pool.at[target[group]].set(pool[source[group]])
+        for pool, (group, _) in zip(kv, groups, strict=True)
+    )
+
+
+def _compare_pages(model: _Tracing, kv: Any, ours: Any, theirs: Any) -> Any:
+    """Per layer (largest difference, largest of theirs, elements finite in theirs alone).
+
+    Only elements that are finite in theirs count; pages compared with themselves are padding.
+    """
+    rows = []
+    for pool, (group, _) in zip(kv, layer_groups(model.spec.config), strict=True):
+        padding = (ours[group] == theirs[group]).reshape(-1, *(1,) * (pool.ndim - 1))
+        a, b = pool[ours[group]].astype(jnp.float32), pool[theirs[group]].astype(jnp.float32)
+        counted = ~padding & jnp.isfinite(b)
+        lost = counted & ~jnp.isfinite(a)
+        error = jnp.max(jnp.where(counted & ~lost, jnp.abs(a - b), 0.0))
+        scale = jnp.max(jnp.where(counted, jnp.abs(b), 0.0))
+        rows.append(jnp.stack([error, scale, jnp.sum(lost).astype(jnp.float32)]))
+    return jnp.stack(rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Form:
     """How one kind is called: its function, state arguments (name, donated) and what it returns."""
@@ -213,6 +251,8 @@ _FORMS: dict[Kind, _Form] = {
     Kind.SCORE: _Form(_score, (("head", False),), ("",)),
     Kind.ADMIT: _Form(_admit, (("sampling", True),), ("sampling",)),
     Kind.READ_SCRATCH: _Form(_read_scratch, (("kv", False),), ("scratch",)),
+    Kind.COPY_PAGES: _Form(_copy_pages, (("kv", True),), ("kv",)),
+    Kind.COMPARE_PAGES: _Form(_compare_pages, (("kv", False),), ("",)),
 }
 
 
@@ -391,6 +431,9 @@ def _step_inputs(request: ProgramRequest, avals: StateAvals, replicated: Any) ->
             return [ints(), jax.tree.unflatten(jax.tree.structure(avals.sampling), row)]
         case Kind.READ_SCRATCH:
             return []
+        case Kind.COPY_PAGES | Kind.COMPARE_PAGES:
+            pages = ints(len(spec.config.kv_groups()), spec.scratch_pages)
+            return [pages, pages]
 
 
 def _hidden_aval(spec: StateSpec, replicated: Any, rows: int) -> jax.ShapeDtypeStruct:

@@ -55,4 +55,10 @@ def _call_inactive(program: StepProgram, state: DeviceState) -> object:
             outputs = [state.sampling.output_counts]
         case Kind.READ_SCRATCH:
             outputs = [program(state.kv)]
+        case Kind.COPY_PAGES | Kind.COMPARE_PAGES:
+            sinks = np.zeros((len(spec.config.kv_groups()), spec.scratch_pages), np.int32)
+            result = program(state.kv, sinks, sinks)
+            if key.kind is Kind.COPY_PAGES:
+                state.kv = result
+            outputs = [result]
     return outputs

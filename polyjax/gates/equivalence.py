@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 import chex
@@ -29,6 +29,7 @@ _ROUNDINGS_PER_LAYER = 10  # ops of a layer whose result is rounded to the model
 _SIGMAS = 6.0
 
 Programs = Mapping[ProgramKey, StepProgram]
+type Pieces[T] = Generator[None, None, T]
 
 
 class LiveState(Protocol):
@@ -76,12 +77,25 @@ class EquivalenceGate:
 
     def check(self, candidate: StepProgram) -> Verdict:
         """Runs candidate and reference once each. Never raises for a candidate that is wrong."""
+        pieces = self.pieces(candidate)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as done:
+                verdict: Verdict = done.value
+                return verdict
+
+    def pieces(self, candidate: StepProgram) -> Pieces[Verdict]:
+        """The same check in pieces of about one program run each, for between two steps.
+
+        Scratch pages and the sink belong to the check until it has returned its verdict.
+        """
         started = time.perf_counter()
         evidence: dict[str, Any] = {"program": str(candidate.key)}
         try:
             reference = self._reference(candidate.key)
             evidence["reference"] = str(reference.key)
-            self._comparison(candidate.key.kind)(candidate, reference, evidence)
+            yield from self._comparison(candidate.key.kind)(candidate, reference, evidence)
             reason = ""
         except AssertionError as error:
             reason = f"{candidate.key}: {_first_lines(error)}"
@@ -104,7 +118,9 @@ class EquivalenceGate:
             raise AssertionError("no program in force is large enough to compare with")
         return self._programs[min(fitting)[2]]
 
-    def _comparison(self, kind: Kind) -> Callable[[StepProgram, StepProgram, dict[str, Any]], None]:
+    def _comparison(
+        self, kind: Kind
+    ) -> Callable[[StepProgram, StepProgram, dict[str, Any]], Pieces[None]]:
         if kind is Kind.PREFILL or kind in DECODES:
             return self._compare_forward
         if kind in SAMPLERS:
@@ -117,13 +133,16 @@ class EquivalenceGate:
 
     def _compare_forward(
         self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
-    ) -> None:
-        self._fill_scratch()
+    ) -> Pieces[None]:
+        yield from self._fill_scratch()
         bucket = _smaller(candidate.key.bucket, reference.key.bucket)
         rows = self._space.rows(bucket, self._rng, candidate.key.kind is Kind.DECODE_GUMBEL)
         count = len(rows.tokens)
-        wanted, wanted_pages = self._run(reference, self._space.pack(rows, reference.key.bucket))
+        # The candidate first: what it does not write must not have been written by the reference.
         found, found_pages = self._run(candidate, self._space.pack(rows, candidate.key.bucket))
+        yield
+        wanted, wanted_pages = self._run(reference, self._space.pack(rows, reference.key.bucket))
+        yield
         bound = forward_bound(self.spec)
         evidence |= {"rows": count, "bound": bound}
         ours, theirs = found[-1][:count], wanted[-1][:count]
@@ -156,7 +175,7 @@ class EquivalenceGate:
         read = self._programs[ProgramKey(Kind.READ_SCRATCH)]
         return outputs, [_float32(pages) for pages in read(state.kv)]
 
-    def _fill_scratch(self) -> None:
+    def _fill_scratch(self) -> Pieces[None]:
         """Puts the KV of random tokens into the pages that are read; zeros would hide much."""
         if self._filled:
             return
@@ -167,18 +186,20 @@ class EquivalenceGate:
         for start in range(0, total, key.bucket.tokens):
             count = min(key.bucket.tokens, total - start)
             self._run(self._programs[key], space.fill(start, count, key.bucket, self._rng))
+            yield
         self._filled = True
 
     # -- samplers, scores, the rest ----------------------------------------------------------
 
     def _compare_sampler(
         self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
-    ) -> None:
+    ) -> Pieces[None]:
         count = min(candidate.key.bucket.sequences, reference.key.bucket.sequences)
         one_token = Bucket(1, count, 1)
         rows = self._space.rows(one_token, self._rng, candidate.key.kind is not Kind.SAMPLE_GREEDY)
         hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
         found = self._sample(candidate, rows, hidden)[: len(rows.tokens)]
+        yield
         wanted = self._sample(reference, rows, hidden)[: len(rows.tokens)]
         evidence["rows"] = count
         if candidate.key.kind is Kind.SAMPLE_GREEDY:
@@ -203,13 +224,13 @@ class EquivalenceGate:
 
     def _compare_score(
         self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
-    ) -> None:
+    ) -> Pieces[None]:
         count = min(candidate.key.bucket.tokens, reference.key.bucket.tokens)
         hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
         targets = self._rng.integers(0, self.spec.config.vocab_size, count)
-        found, wanted = (
-            self._score(program, hidden, targets)[:count] for program in (candidate, reference)
-        )
+        found = self._score(candidate, hidden, targets)[:count]
+        yield
+        wanted = self._score(reference, hidden, targets)[:count]
         bound = head_bound(self.spec)
         evidence |= {"rows": count, "bound": bound, "score_error": relative_error(found, wanted)}
         assert_close(found, wanted, bound, "log-probabilities")
@@ -226,18 +247,40 @@ class EquivalenceGate:
 
     def _compare_exactly(
         self, candidate: StepProgram, reference: StepProgram, evidence: dict[str, Any]
-    ) -> None:
+    ) -> Pieces[None]:
         """Programs that only move data must agree to the bit."""
-        if candidate.key.kind is Kind.READ_SCRATCH:
-            found, wanted = candidate(self._state.kv), reference(self._state.kv)
-            chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(wanted))
-            return
-        slot = np.int32(self.spec.num_slots)
-        row = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), self._state.sampling)
-        self._state.sampling = reference(self._state.sampling, slot, row)
-        wanted = jax.device_get(self._state.sampling)
-        self._state.sampling = candidate(self._state.sampling, slot, row)
-        chex.assert_trees_all_equal(jax.device_get(self._state.sampling), wanted)
+        state = self._state
+        match candidate.key.kind:
+            case Kind.READ_SCRATCH:
+                found, wanted = candidate(state.kv), reference(state.kv)
+            case Kind.COMPARE_PAGES:
+                pages = self._page_pairs()
+                found, wanted = candidate(state.kv, *pages), reference(state.kv, *pages)
+            case Kind.COPY_PAGES:
+                yield from self._fill_scratch()
+                pages, read = self._page_pairs(), self._programs[ProgramKey(Kind.READ_SCRATCH)]
+                state.kv = candidate(state.kv, *pages)
+                found = jax.device_get(read(state.kv))
+                state.kv = reference(state.kv, *pages)
+                wanted = read(state.kv)
+            case _:
+                slot = np.int32(self.spec.num_slots)
+                row = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), state.sampling)
+                state.sampling = reference(state.sampling, slot, row)
+                wanted = jax.device_get(state.sampling)
+                state.sampling = found = candidate(state.sampling, slot, row)
+        yield
+        chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(wanted))
+
+    def _page_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pages to read in one order, as many to write; the rest is padding [G,R] each."""
+        pages = np.zeros((2, len(self._space.groups), self.spec.scratch_pages), np.int32)
+        count = min(self._space.num_read, self.spec.scratch_pages - self._space.num_read)
+        for group, total in enumerate(self.spec.num_pages):
+            first = total - self.spec.scratch_pages
+            pages[0, group, :count] = first + self._rng.permutation(self._space.num_read)[:count]
+            pages[1, group, :count] = first + self._space.num_read + np.arange(count)
+        return pages[0], pages[1]
 
     def _assert_best(
         self, tokens: np.ndarray, hidden: np.ndarray, evidence: dict[str, Any]

@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from polyjax.compiler.abi import StateABI
 from polyjax.compiler.program import Kind, StepProgram, compile_program, expected_abi
+from polyjax.compiler.state import StateSpec
 from polyjax.core.batch_layout import SAMPLES, BatchLayout
 from polyjax.core.buckets import Bucket
 from polyjax.core.errors import StateABIError
@@ -52,9 +54,54 @@ def test_the_pool_is_donated_and_updated_in_place(decode: StepProgram) -> None:
     assert np.asarray(last_tokens)[0] != 0
 
 
-def test_no_program_copies_the_pool(decode: StepProgram) -> None:
+def page_lists(spec: StateSpec, *pages: int) -> np.ndarray:
+    lists = np.zeros((1, spec.scratch_pages), np.int32)
+    lists[0, : len(pages)] = pages
+    return lists
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[Kind, StepProgram]:
+    kinds = (Kind.COPY_PAGES, Kind.COMPARE_PAGES)
+    mesh = DECODE.plan.mesh.mesh()
+    return {kind: compile_program(tiny_llama.request(kind), mesh) for kind in kinds}
+
+
+def test_pages_are_copied_in_place(pages: dict[Kind, StepProgram]) -> None:
+    state = fresh_state()
+    state.kv = tuple(jnp.arange(p.size, dtype=p.dtype).reshape(p.shape) for p in state.kv)
+    before = [np.array(pool) for pool in state.kv]
+    pointers = [pool.unsafe_buffer_pointer() for pool in state.kv]
+    source, target = page_lists(DECODE.spec, 2, 3), page_lists(DECODE.spec, 9, 8)
+    state.kv = pages[Kind.COPY_PAGES](state.kv, source, target)
+    assert [pool.unsafe_buffer_pointer() for pool in state.kv] == pointers
+    for was, pool in zip(before, state.kv, strict=True):
+        expected = was.copy()
+        expected[[9, 8]] = was[[2, 3]]
+        np.testing.assert_array_equal(np.asarray(pool), expected)
+
+
+def test_pages_are_compared_where_theirs_are_finite(pages: dict[Kind, StepProgram]) -> None:
+    state = fresh_state()
+    pools = [np.zeros(pool.shape, np.float32) for pool in state.kv]
+    pools[0][2], pools[0][3] = 4.0, 5.0  # ours
+    pools[0][8], pools[0][9] = 4.0, -6.0  # theirs
+    pools[1][2, 0, 0, 0, 0] = np.nan  # ours alone
+    pools[1][3, 0, 0, 0, 0] = pools[1][9, 0, 0, 0, 0] = np.nan  # in both: nothing to compare
+    pools[0][0] = 100.0  # the sink is padding
+    kv = tuple(jnp.asarray(pool) for pool in pools)
+    ours, theirs = page_lists(DECODE.spec, 2, 3), page_lists(DECODE.spec, 8, 9)
+    found = np.asarray(pages[Kind.COMPARE_PAGES](kv, ours, theirs))
+    np.testing.assert_array_equal(found, [[11.0, 6.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize("kind", [Kind.DECODE_GREEDY, Kind.COPY_PAGES])
+def test_no_program_copies_the_pool(
+    decode: StepProgram, pages: dict[Kind, StepProgram], kind: Kind
+) -> None:
+    program = decode if kind is Kind.DECODE_GREEDY else pages[kind]
     shape = ",".join(map(str, fresh_state().kv[0].shape))
-    text = decode.executable.as_text()
+    text = program.executable.as_text()
     assert text is not None
     copies = [line for line in text.splitlines() if " copy(" in line]
     assert "fusion(" in text  # it is the optimised program

@@ -26,8 +26,10 @@ KEYS = (
     ProgramKey(Kind.SCORE, Bucket(2, 1, 0)),
     ProgramKey(Kind.ADMIT),
     ProgramKey(Kind.READ_SCRATCH),
+    ProgramKey(Kind.COPY_PAGES),
+    ProgramKey(Kind.COMPARE_PAGES),
 )
-PREFILL, DECODE, GREEDY, GUMBEL, FULL, SCORE, ADMIT, READ = KEYS
+PREFILL, DECODE, GREEDY, GUMBEL, FULL, SCORE, ADMIT, READ, COPY, COMPARE = KEYS
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,11 @@ def nan_hidden(run: Any, *args: Any) -> Any:
     return *rest, hidden.at[0, 0].set(jnp.nan)
 
 
+def nothing_written(run: Any, params: Any, kv: Any, *rest: Any) -> Any:
+    before = tuple(jnp.array(pool, copy=True) for pool in kv)
+    return before, *run(params, kv, *rest)[1:]
+
+
 def constant_token(run: Any, *args: Any) -> Any:
     kv, last_tokens, tokens, hidden = run(*args)
     return kv, last_tokens, jnp.full_like(tokens, 9), hidden
@@ -103,8 +110,10 @@ def one_row_short(run: Any, *args: Any) -> Any:
     [
         (PREFILL, scaled_weights, "last hidden state"),
         (DECODE, scaled_weights, "last hidden state"),
-        (DECODE, scaled_kv, "KV pages of layer 0"),
+        (DECODE, scaled_kv, "last hidden state"),  # context included, which the reference reads
         (DECODE, nan_hidden, "finite"),
+        (DECODE, nothing_written, "KV pages of layer 0"),
+        (PREFILL, nothing_written, "KV pages of layer 0"),
         (DECODE, constant_token, "decode_greedy"),
         (DECODE, one_row_short, "shape"),
     ],
@@ -147,6 +156,9 @@ def forgets_bias(run: Any, sampling: Any, slot: Any, row: Any) -> Any:
         (SCORE, scores_halved),
         (ADMIT, forgets_bias),
         (READ, lambda run, kv: tuple(pool + 1 for pool in run(kv))),
+        (COPY, lambda run, kv, source, target: kv),
+        (COPY, lambda run, kv, source, target: run(kv, source, target[:, ::-1])),
+        (COMPARE, lambda run, kv, ours, theirs: run(kv, ours, ours)),
     ],
 )
 def test_other_wrong_programs_are_refused(
