@@ -28,6 +28,7 @@ from polyjax.core.op import Schedule, Workload, Writes
 
 MAX_ROWS = 4  # activation rows; more spill registers before they pay
 REDUCTION_SCRATCH_BYTES = 2048
+UNROLLED = 1024  # columns whose loads the compiler issues together where steps are shorter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +88,15 @@ class Gemv:
         """What a block and all blocks together do, for cost models."""
         s, rows = self.schedule, self.groups * self.schedule.rows
         blocks = self.outputs // s.rows
-        row_bytes = 2 * self.depth
         return LaunchShape(
             blocks,
             WARPGROUP_THREADS,
             self.registers,
-            float(blocks * row_bytes * (rows + self.activations + self.normalised)),
-            float(2 * s.tile_k * rows * (1 + s.lookahead)),
+            float(blocks * rows * 2 * self.depth),  # activations stay in the first-level cache
+            float(2 * min(self.depth, max(s.tile_k * (1 + s.lookahead), UNROLLED)) * rows),
             steps=self.depth // s.tile_k,
             reductions=self.activations * (rows + self.normalised),
-            vector_elements=float(self.depth * (rows * (1 + self.activations) + self.activations)),
+            vector_ops=float(self.depth * (rows * (1 + self.activations) + self.activations)),
         )
 
     def run(

@@ -151,7 +151,7 @@ class Stream:
         activations = blocks * loads * self.block_steps * step_rows
         weights = self.tiles * self.block_steps * self.cluster * step_weights
         weighed = loads * self.block_steps * step_rows / 2 if self.normalised else 0.0
-        stored = tiles * self.groups * MMA_ROWS * self.columns
+        stored = tiles * self.groups * MMA_ROWS * self.columns  # two operations each: cast, store
         return LaunchShape(
             blocks,
             WARPGROUP_THREADS,
@@ -162,7 +162,7 @@ class Stream:
             steps=tiles * self.block_steps,
             tiles=tiles,
             syncs=tiles if self.cluster > 1 else 0,
-            vector_elements=weighed + stored,
+            vector_ops=8.0 * weighed + 2.0 * stored,  # `weigh_chunk` takes about eight
             flops=2.0 * self.columns * weights / 2,
         )
 

@@ -199,7 +199,8 @@ class PagedDecodeAttention(MosaicGpuKernel):
             float(pairs * shape.columns_of_pages * shape.page * 4 * dim + 2 * partials),
             float(min(s.stages, steps) * step_bytes),
             steps=steps,
-            vector_elements=float(steps * shape.columns * (s.chunk + dim)),
+            reductions=s.splits if s.splits > 1 else 0,  # the second kernel reads them one by one
+            vector_ops=8.0 * steps * shape.columns * (s.chunk + dim),  # online softmax
             flops=float(pairs * s.splits * steps * 4 * s.chunk * dim * shape.columns),
             kernels=1 + (s.splits > 1),
         )

@@ -12,10 +12,10 @@ class LaunchShape:
     `blocks` of `threads` threads are launched, `cluster` of them placed together; each thread takes
     about `registers`. All blocks together load `read_bytes`, repeats included, and keep
     `in_flight_bytes` each asked for ahead of use. The busiest block takes `steps` pipeline steps
-    one after the other, finishes `tiles` results, waits `syncs` times for other blocks, adds up
-    `reductions` values over all its threads, and passes `vector_elements` through its CUDA cores.
-    `flops` are those of the tensor cores, padding included. `kernels` counts device kernels, XLA's
-    own around the call included.
+    one after the other, finishes `tiles` results, waits `syncs` times for other blocks, adds
+    `reductions` values in sequence that no loads hide, and takes `vector_ops` arithmetic operations
+    on its CUDA cores. `flops` are those of the tensor cores, padding included. `kernels` counts
+    device kernels, XLA's own around the call included.
     """
 
     blocks: int
@@ -28,6 +28,6 @@ class LaunchShape:
     tiles: int = 1
     syncs: int = 0
     reductions: int = 0
-    vector_elements: float = 0.0
+    vector_ops: float = 0.0
     flops: float = 0.0
     kernels: int = 1
