@@ -1,8 +1,8 @@
-"""What every Mosaic GPU kernel of this package shares: legality checks and write-map coverage.
+"""What every kernel of this package shares: legality checks and write-map coverage.
 
-A kernel module describes one implementation as a frozen `MosaicGpuKernel` subclass. The cheap
-static verdict lives here: chip features by name, shared memory, kernel-specific divisibility, and
-exact coverage of the declared write map.
+A kernel module describes one implementation as a frozen `MosaicGpuKernel` or `MosaicTpuKernel`
+(tpu_base.py). The cheap static verdict lives here: chip features by name, on-chip memory,
+kernel-specific divisibility, and exact coverage of the declared write map.
 """
 
 from __future__ import annotations
@@ -87,18 +87,19 @@ def _uncovered_output(blocks: list[Writes], shape: tuple[int, ...]) -> str | Non
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicGpuKernel:
+class PallasKernel:
     """Base of the kernels in the catalogue; satisfies `polyjax.core.op.Kernel` once completed.
 
     A subclass gives `supports`, `space`, `default`, `shared_memory_bytes`, `outputs`, `writes`,
-    `build` and, where it has rules of its own, `illegal`.
+    `launch_shape`, `build` and, where it has rules of its own, `illegal`.
     """
 
     name: str
     op: Op
     requires: frozenset[str]
-    platform: str = "gpu"
+    platform: str
     schedule_type: ClassVar[type[Schedule]]
+    memory_name: ClassVar[str] = "shared memory"
 
     def supports(self, workload: Workload) -> str | None:
         raise NotImplementedError
@@ -136,10 +137,7 @@ class MosaicGpuKernel:
         return schedule
 
     def launch_shape(self, workload: Workload, schedule: Any) -> LaunchShape:
-        """One block of one warpgroup a declared write, all of its loads asked for at once."""
-        blocks = sum(1 for _ in self.writes(workload, schedule))
-        moved = self.op.bytes_moved(workload) if self.op.bytes_moved else 0.0
-        return LaunchShape(blocks, WARPGROUP_THREADS, 64, moved, moved / blocks)
+        raise NotImplementedError
 
     def illegal(self, workload: Workload, schedule: Any, chip: ChipSpec) -> str | None:
         """Kernel-specific rules: None, or the reason the schedule cannot work."""
@@ -163,12 +161,25 @@ class MosaicGpuKernel:
         needed = self.shared_memory_bytes(workload, schedule)
         if needed > chip.shared_memory_bytes:
             raise ScheduleError(
-                f"{self.name}: {needed} bytes of shared memory, "
+                f"{self.name}: {needed} bytes of {self.memory_name}, "
                 f"{chip.name} has {chip.shared_memory_bytes}"
             )
         reason = _write_map_fault(self, workload, _Writing(self.writing(schedule), schedule))
         if reason:
             raise ScheduleError(f"{self.name}: write map: {reason}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuKernel(PallasKernel):
+    """A kernel for NVIDIA GPUs."""
+
+    platform: str = "gpu"
+
+    def launch_shape(self, workload: Workload, schedule: Any) -> LaunchShape:
+        """One block of one warpgroup a declared write, all of its loads asked for at once."""
+        blocks = sum(1 for _ in self.writes(workload, schedule))
+        moved = self.op.bytes_moved(workload) if self.op.bytes_moved else 0.0
+        return LaunchShape(blocks, WARPGROUP_THREADS, 64, moved, moved / blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +191,6 @@ class _Writing:
 
 
 @functools.lru_cache(maxsize=4096)
-def _write_map_fault(kernel: MosaicGpuKernel, workload: Workload, writing: _Writing) -> str | None:
+def _write_map_fault(kernel: PallasKernel, workload: Workload, writing: _Writing) -> str | None:
     schedule = writing.schedule
     return uncovered(kernel.writes(workload, schedule), kernel.outputs(workload, schedule))
