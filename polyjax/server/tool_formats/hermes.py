@@ -1,0 +1,145 @@
+"""Hermes, Qwen 2.5 and 3: each call as JSON between <tool_call> and </tool_call>."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polyjax.server.tool_formats.contract import (
+    Calls,
+    Event,
+    Function,
+    Marks,
+    ToolFormat,
+    call_rules,
+)
+from polyjax.server.tool_formats.json_call import JsonCall
+from polyjax.server.tool_formats.pieces import begun_at_end
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# Templates with the same marks around something else: Qwen3-Coder's and GLM-4.5's.
+_OTHER_BODIES = ("<function=", "<arg_key>")
+
+
+class Parser:
+    """Calls between marks in a text. White space beside calls is dropped, except between texts.
+
+    A mark that no call follows is content, as is its text. A call ends with its object; CLOSE also
+    ends it, outside strings, so that a brace too few does not swallow the rest.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # undecided
+        self._read = self._read_content
+        self._call = JsonCall(0, CLOSE)
+        self._before_call = ""  # what is content if no call follows: white space, mark, white space
+        self._num_calls = 0
+        self._follows_call = False
+        self._has_content = False
+        self._events: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        self._text += text
+        self._advance(is_end=False)
+        return self._take_events()
+
+    def finish(self) -> list[Event]:
+        self._advance(is_end=True)
+        return self._take_events()
+
+    def _advance(self, is_end: bool) -> None:
+        while self._read(is_end):
+            pass
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # Readers consume what they can of the text, and return whether another one may go on.
+
+    def _read_content(self, is_end: bool) -> bool:
+        if self._follows_call and (not self._has_content or (is_end and self._text.isspace())):
+            self._text = self._text.lstrip()
+        at = self._text.find(OPEN)
+        end = len(self._text)
+        if at >= 0:
+            end = len(self._text[:at].rstrip())
+        elif not is_end:
+            end = len(self._text[: begun_at_end(self._text, OPEN)].rstrip())
+        self._emit_content(self._text[:end])
+        if at < 0:
+            self._text = self._text[end:]
+            return False
+        self._before_call, self._text = (
+            self._text[end : at + len(OPEN)],
+            self._text[at + len(OPEN) :],
+        )
+        self._read = self._read_opening
+        return True
+
+    def _read_opening(self, is_end: bool) -> bool:
+        call = self._text.lstrip()
+        if not call and not is_end:
+            return False
+        self._call = JsonCall(self._num_calls, CLOSE)
+        if call.startswith("{"):
+            self._before_call += self._text[: -len(call)]
+            self._text = call
+            self._read = self._read_call
+        else:
+            self._emit_content(self._before_call)
+            self._read = self._read_content
+        return True
+
+    def _read_call(self, is_end: bool) -> bool:
+        self._events += self._call.read(self._text, is_end)
+        self._text = self._call.rest or ""
+        if self._call.rest is None:
+            return False
+        if self._call.name is None:
+            self._emit_content(self._before_call + self._call.text)
+            self._read = self._read_content
+        else:
+            self._num_calls += 1
+            self._read = self._read_closing
+        return True
+
+    def _read_closing(self, is_end: bool) -> bool:
+        text = self._text.lstrip()
+        if CLOSE.startswith(text):
+            if text != CLOSE and not is_end:
+                return False
+            text = ""
+        self._text = text.removeprefix(CLOSE)
+        self._follows_call = True
+        self._read = self._read_content
+        return True
+
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self._events.append(text)
+            self._follows_call = False
+            self._has_content = True
+
+
+def _is_of(template: str) -> bool:
+    return OPEN in template and not any(body in template for body in _OTHER_BODIES)
+
+
+def _grammar(functions: Sequence[Function], calls: Calls, marks: Marks) -> str:
+    opening, closing = marks.symbol(OPEN), marks.symbol(CLOSE)
+    rules = f'block: "\\n" call "\\n" {closing}\n' + call_rules(functions, "arguments")
+    match calls:
+        case Calls.ONE:
+            return f"calls: {opening} block\n{rules}"
+        case Calls.SOME:
+            return f'calls: {opening} block ("\\n" {opening} block)*\n{rules}'
+        case Calls.ANY if marks.is_text(OPEN):
+            return (
+                f"calls: (text block)* TEXT\ntext[lazy]: TEXT {opening}\nTEXT: /(.|\\n)*/\n{rules}"
+            )
+        case Calls.ANY:
+            text = f"TEXT? ({marks.others} TEXT?)*" if marks.others else "TEXT?"
+            return f"calls: text ({opening} block text)*\ntext: {text}\nTEXT: /(.|\\n)+/\n{rules}"
+
+
+FORMAT = ToolFormat("hermes", (OPEN, CLOSE), _is_of, Parser, _grammar)
