@@ -107,13 +107,18 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 class Ledger:
-    """An open ledger file, bound to one environment (a flat mapping of facts to strings)."""
+    """An open ledger file, bound to one environment (a flat mapping of facts to strings).
 
-    def __init__(self, path: str | Path, environment: Mapping[str, str]):
+    Without an environment it is for reading: the trials and decisions of all of them.
+    """
+
+    def __init__(self, path: str | Path, environment: Mapping[str, str] | None):
         """Opens or starts the ledger. Raises ConfigError if the file is none of this version."""
         self.path = Path(path)
-        self.environment = dict(environment)
-        self.environment_digest = digest(self.environment)
+        self.environment = dict(environment or {})
+        self.environment_digest = "" if environment is None else digest(self.environment)
+        if environment is None and not self.path.exists():
+            raise ConfigError(f"there is no ledger {self.path}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
@@ -123,10 +128,11 @@ class Ledger:
                 for statement in filter(str.strip, _SCHEMA.split(";")):
                     self._db.execute(statement)
                 self._check_version()
-                self._db.execute(
-                    "INSERT OR IGNORE INTO environments VALUES (?, ?)",
-                    (self.environment_digest, json.dumps(self.environment, sort_keys=True)),
-                )
+                if self.environment_digest:
+                    self._db.execute(
+                        "INSERT OR IGNORE INTO environments VALUES (?, ?)",
+                        (self.environment_digest, json.dumps(self.environment, sort_keys=True)),
+                    )
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"{self.path} is no ledger: {error}; choose another --ledger"
@@ -154,10 +160,23 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    def record(self, trial: Trial) -> int:
-        """Writes a finished trial and returns its id; of one key the first record stands."""
+    def record(self, trial: Trial, decision: Promotion | None = None) -> int:
+        """Writes a finished trial and returns its id; of one key the first record stands.
+
+        `decision` is the one about this trial (its `trial` is set here). Both are written or none:
+        a killed process cannot leave a winner that nobody decided about.
+        """
         if trial.status not in STATUSES:
             raise ValueError(f"unknown trial status {trial.status!r}")
+        assert self.environment_digest, "a ledger without an environment is for reading"
+        with self._transaction():
+            trial_id, is_new = self._insert(trial)
+            if decision is not None and is_new:
+                self._decide(dataclasses.replace(decision, trial=trial_id))
+        return trial_id
+
+    def _insert(self, trial: Trial) -> tuple[int, bool]:
+        """Returns the id of the trial with this key, and whether it was written just now."""
         values = (
             trial.key,
             self.environment_digest,
@@ -173,20 +192,19 @@ class Ledger:
             json.dumps(trial.spent, sort_keys=True),
             trial.ended_s or time.time(),
         )
-        with self._transaction():
-            cursor = self._db.execute(
-                "INSERT OR IGNORE INTO trials (key, environment, target, candidate, parent, agent, "
-                "status, reason, samples_us, predicted_us, verdicts, spent, ended_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                values,
-            )
-            if cursor.rowcount:
-                assert cursor.lastrowid is not None
-                return cursor.lastrowid
-            row = self._db.execute(
-                "SELECT id FROM trials WHERE key = ? AND environment = ?", values[:2]
-            ).fetchone()
-            return int(row[0])
+        cursor = self._db.execute(
+            "INSERT OR IGNORE INTO trials (key, environment, target, candidate, parent, agent, "
+            "status, reason, samples_us, predicted_us, verdicts, spent, ended_s) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            values,
+        )
+        if cursor.rowcount:
+            assert cursor.lastrowid is not None
+            return cursor.lastrowid, True
+        row = self._db.execute(
+            "SELECT id FROM trials WHERE key = ? AND environment = ?", values[:2]
+        ).fetchone()
+        return int(row[0]), False
 
     def find(self, key: str) -> Trial | None:
         """Returns the trial of this key in this environment, or None (see `why_missing`)."""
@@ -213,8 +231,10 @@ class Ledger:
         return "run in another environment (" + "; ".join(differing) + ")"
 
     def trials(self, target: str | None = None, status: str | None = None) -> Iterator[Trial]:
-        """Yields this environment's trials, oldest first."""
-        where, values = "environment = ?", [self.environment_digest]
+        """Yields this environment's trials (without one: all), oldest first."""
+        where, values = "1", []
+        if self.environment_digest:
+            where, values = "environment = ?", [self.environment_digest]
         for column, value in (("target", target), ("status", status)):
             if value is not None:
                 where, values = f"{where} AND {column} = ?", [*values, value]
@@ -254,25 +274,29 @@ class Ledger:
     def promote(self, promotion: Promotion) -> None:
         """Writes a decision, whichever way it went."""
         with self._transaction():
-            self._db.execute(
-                "INSERT INTO promotions (trial, incumbent, rule, promoted, evidence, decided_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    promotion.trial,
-                    promotion.incumbent,
-                    promotion.rule,
-                    int(promotion.promoted),
-                    json.dumps(promotion.evidence, sort_keys=True),
-                    time.time(),
-                ),
-            )
+            self._decide(promotion)
+
+    def _decide(self, promotion: Promotion) -> None:
+        self._db.execute(
+            "INSERT INTO promotions (trial, incumbent, rule, promoted, evidence, decided_s) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                promotion.trial,
+                promotion.incumbent,
+                promotion.rule,
+                int(promotion.promoted),
+                json.dumps(promotion.evidence, sort_keys=True),
+                time.time(),
+            ),
+        )
 
     def promotions(self) -> Iterator[Promotion]:
-        """Yields the decisions about this environment's trials, oldest first."""
+        """Yields the decisions about this environment's trials (without one: all), oldest first."""
+        bound = bool(self.environment_digest)
+        where = "WHERE trial IN (SELECT id FROM trials WHERE environment = ?) " if bound else ""
         rows: Sequence[Any] = self._db.execute(
-            "SELECT trial, incumbent, rule, promoted, evidence FROM promotions "
-            "WHERE trial IN (SELECT id FROM trials WHERE environment = ?) ORDER BY id",
-            (self.environment_digest,),
+            f"SELECT trial, incumbent, rule, promoted, evidence FROM promotions {where}ORDER BY id",
+            (self.environment_digest,) if bound else (),
         ).fetchall()
         for trial, incumbent, rule, promoted, evidence in rows:
             yield Promotion(trial, incumbent, rule, bool(promoted), json.loads(evidence))
