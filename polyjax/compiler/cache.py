@@ -7,6 +7,7 @@ a checksum; one that is torn, foreign or of another format is a miss, never an e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -95,6 +96,11 @@ class ProgramCache:
                 raise
         self._evict()
         return path
+
+    def link(self, known: ProgramRequest, equal: ProgramRequest, mesh: Mesh) -> None:
+        """Lets `equal` find the entry of `known`, which is the same program, if there is one."""
+        with contextlib.suppress(OSError):  # then it is compiled when it is wanted
+            os.link(self.path(known, mesh), self.path(equal, mesh))
 
     def _read(self, path: Path) -> bytes | None:
         try:

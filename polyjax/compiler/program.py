@@ -34,6 +34,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.abi import StateABI, abi_of_state, executable_abi
+from polyjax.compiler.kernel_files import with_kernel_files
 from polyjax.compiler.sampling import (
     SCORE_COLUMNS,
     row_params,
@@ -264,7 +265,8 @@ class _Tracing:
         self.avals = avals
         self.abstract = abstract_model(request.spec, Placement(request.plan.mesh, mesh))
         platform = mesh.devices.flat[0].platform
-        self.ops: Ops = PlatformOps(dict(request.plan.choices), CATALOGUE, platform)
+        catalogue = with_kernel_files(CATALOGUE, request.plan.sources)
+        self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
 
     def forward(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:

@@ -27,11 +27,16 @@ from pathlib import Path
 from typing import IO
 
 from polyjax.compiler.cache import ProgramCache
+from polyjax.compiler.kernel_files import allow_kernel_files
 from polyjax.compiler.program import ProgramRequest, compile_program
-from polyjax.core.lifetime import kill_when_parent_ends, parent_pipe, watch_parent
+from polyjax.core.lifetime import (
+    kill_when_parent_ends,
+    parent_pipe,
+    watch_parent,
+    yield_to_serving,
+)
 
 DEFAULT_TIMEOUT_S = 900.0  # large programs on a slow CPU; a hang is cut off, not waited for
-_NICENESS = 10  # on a machine with few cores serving goes first
 
 log = logging.getLogger("polyjax.compiler")
 
@@ -199,7 +204,8 @@ def _answer(line: bytes) -> dict[str, object]:
 
 def main() -> None:
     kill_when_parent_ends()
-    os.nice(_NICENESS)
+    yield_to_serving()
+    allow_kernel_files()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     logging.basicConfig(level=logging.INFO, format="%(asctime)s compiler: %(message)s")

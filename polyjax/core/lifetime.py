@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent.
+"""Child processes that never outlive their parent, and those that give way to it.
 
 The parent keeps the write end of the child's standard input open. When the parent ends, however it
 ends, the kernel closes that end and the child reads end-of-file. On Linux the kernel can also kill
@@ -7,6 +7,7 @@ the child outright, which covers a child stuck in native code that holds the GIL
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,16 +15,27 @@ import sys
 import threading
 from collections.abc import Callable
 from io import RawIOBase
+from pathlib import Path
 from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 EXIT_ORPHANED = 75  # EX_TEMPFAIL of <sysexits.h>
+_NICENESS = 10  # on a machine with few cores serving goes first
+_KILLED_FIRST = 800  # of at most 1000: proc(5), oom_score_adj
 
 
 def kill_when_parent_ends() -> None:
     """Asks the kernel to send SIGKILL here when the parent ends. Does nothing outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def yield_to_serving() -> None:
+    """For processes whose work can be done again: less of the processor, first to go if memory
+    runs out."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # no Linux, or not allowed in this container
+        Path("/proc/self/oom_score_adj").write_text(str(_KILLED_FIRST))
 
 
 def parent_pipe() -> RawIOBase:

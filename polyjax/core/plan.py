@@ -14,6 +14,7 @@ from typing import Any
 from polyjax.core.buckets import Bucket as Bucket
 from polyjax.core.buckets import BucketLadder as BucketLadder
 from polyjax.core.errors import ConfigError
+from polyjax.core.kernel_source import PREFIX, KernelSource, check_name
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.op import Choice
 
@@ -25,7 +26,8 @@ class Plan:
     """Immutable map from workload key to (kernel, schedule), with mesh plan, ladder and options.
 
     `ladder` None lets the engine derive one from its limits. `compiler_options` are XLA options for
-    `Lowered.compile`, as (name, value) strings.
+    `Lowered.compile`, as (name, value) strings. `sources` says, for every kernel named `file:...`,
+    which text is behind it; a digest covers the text, not where it lies.
     """
 
     choices: tuple[tuple[str, Choice], ...] = ()
@@ -33,15 +35,23 @@ class Plan:
     ladder: BucketLadder | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
     numerics: str = "bounded"
+    sources: tuple[tuple[str, KernelSource], ...] = ()
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS_CLASSES:
             raise ConfigError(f"numerics {self.numerics!r} is none of {NUMERICS_CLASSES}")
+        for name, source in self.sources:
+            check_name(name, source)
+        known = {name for name, _ in self.sources}
+        for key, choice in self.choices:
+            if choice.kernel.startswith(PREFIX) and choice.kernel not in known:
+                raise ConfigError(f"{key} takes {choice.kernel}, which sources do not list")
 
     @property
     def digest(self) -> str:
         """Returns 16 hex digits that name this plan; equal plans have equal digests."""
-        text = json.dumps(self.to_json(), sort_keys=True)
+        content = self.to_json() | {"sources": {name: s.sha256 for name, s in self.sources}}
+        text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,6 +64,7 @@ class Plan:
             "ladder": dataclasses.asdict(self.ladder) if self.ladder else None,
             "compiler_options": dict(self.compiler_options),
             "numerics": self.numerics,
+            "sources": {name: source.to_json() for name, source in self.sources},
         }
 
     @classmethod
@@ -78,6 +89,9 @@ class Plan:
                     sorted((k, str(v)) for k, v in data.get("compiler_options", {}).items())
                 ),
                 numerics=data.get("numerics", "bounded"),
+                sources=tuple(
+                    (n, KernelSource(**s)) for n, s in sorted(data.get("sources", {}).items())
+                ),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"malformed plan: {error!r}") from error

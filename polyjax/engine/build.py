@@ -39,6 +39,7 @@ from polyjax.compiler.program import (
     program_keys,
 )
 from polyjax.compiler.state import StateSpec
+from polyjax.compiler.worker import CompilerProcess
 from polyjax.core.buckets import BucketLadder
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, ModelError
@@ -291,10 +292,19 @@ class ProgramSource:
             log.warning("compile cache: %s; programs will be compiled again next time", error)
         return program
 
-    def build(self, plan: Plan, ladder: BucketLadder, progress: Progress) -> PlanPrograms:
-        """Every program of a plan. Tracing holds the interpreter, compiling does not: threads."""
+    def build(
+        self, plan: Plan, ladder: BucketLadder, progress: Progress, compiler: CompilerProcess
+    ) -> PlanPrograms:
+        """Every program of a plan. Tracing holds the interpreter, compiling does not: threads.
+
+        What a kernel file is part of is compiled by `compiler`: no file is executed here.
+        """
         keys = self.keys(ladder)
         threads = platform_defaults(self.platform).compile_threads
+    def also_named(self, known: ProgramRequest, equal: ProgramRequest) -> None:
+        """Lets the cache find a program by the request of another plan that has it, too."""
+        self.cache.link(known, equal, self.mesh)
+
         programs: dict[ProgramKey, StepProgram] = {}
         progress("compiling", 0, len(keys))
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
@@ -315,4 +325,22 @@ def open_cache(config: EngineConfig) -> ProgramCache:
         return ProgramCache(config.compile_cache_dir or default_cache_dir())
     directory = tempfile.mkdtemp(prefix="polyjax-programs-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        if plan.sources:
+            self._compile_elsewhere([self.request(plan, key) for key in keys], progress, compiler)
     return ProgramCache(directory)
+    def _compile_elsewhere(
+        self, requests: list[ProgramRequest], progress: Progress, compiler: CompilerProcess
+    ) -> None:
+        """Fills the cache. Raises ConfigError with what the compiler process said."""
+        missing = [request for request in requests if self.cached(request) is None]
+        for request in missing:
+            compiler.submit(request)
+        done = 0
+        while done < len(missing):
+            progress("compiling kernel files", done, len(missing))
+            for answer in compiler.poll(wait_s=0.5):
+                if answer.error is not None:
+                    compiler.cancel()
+                    raise ConfigError(f"the plan's {answer.request.key}: {answer.error}")
+                done += 1
+

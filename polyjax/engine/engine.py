@@ -17,6 +17,7 @@ from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
 from polyjax.engine.compile_watch import CompileWatch
 from polyjax.engine.install import Installer
+from polyjax.engine.kernels import KernelIntake
 from polyjax.engine.launcher import Launcher, RunningStep
 from polyjax.engine.pages import PageAllocator
 from polyjax.engine.phases import PhaseClock
@@ -66,12 +67,13 @@ class Engine:
         compiler = CompilerProcess(self.source.cache)
         if device.platform != "cpu":
             compiler.start()  # now: its device context would cost running streams a step
-        first = self.source.build(plan, ladder, progress)
+        first = self.source.build(plan, ladder, progress, compiler)
         self.programs = ProgramTable(first, config.resident_plans)
         calls = build.platform_defaults(device.platform).warm_calls
         for program in first.programs.values():
             warm(program, self.state, calls)
         self.installer = Installer(self.source, self.state, self.programs, compiler, calls)
+        self.kernels = KernelIntake(self.source, self.programs, self.installer, self._record)
         self.scheduler = self._make_scheduler(sizing, model)
         self.phases = PhaseClock()
         max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
@@ -90,7 +92,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.installer.active or bool(self.programs.pending)
+        changing = self.installer.active or self.kernels.active or bool(self.programs.pending)
+        return self.scheduler.has_work or changing
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and commits the one before it while this one runs."""
@@ -140,6 +143,7 @@ class Engine:
         try:
             wait_s = 0.0 if self.scheduler.has_work else IDLE_WAIT_S
             self.installer.advance(self.step_number, wait_s)
+            self.kernels.advance(wait_s)
         except Exception as error:
             log.exception("a candidate program failed")
             running, self.in_flight = self.in_flight, None
@@ -175,6 +179,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the compiler process and waits for what the device still computes."""
+        self.kernels.close()
         self.installer.close()
         self.in_flight = None
         with contextlib.suppress(RuntimeError):  # pools that a failed step took along
@@ -201,6 +206,9 @@ class Engine:
 
     def admin(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
         return run_command(self, command, payload)
+
+    def _record(self, kind: str, **facts: Any) -> None:
+        log.info("%s %s", kind, facts)
 
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters

@@ -19,7 +19,7 @@ from polyjax.core.errors import PolyjaxError, RequestError, StateABIError
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.plan import Plan
 from polyjax.engine.build import ProgramSource
-from polyjax.engine.programs import PlanPrograms, ProgramTable
+from polyjax.engine.programs import PlanPrograms, ProgramTable, unaffected
 from polyjax.engine.state import DeviceState
 from polyjax.engine.warm import warm
 from polyjax.gates.equivalence import EquivalenceGate
@@ -109,9 +109,14 @@ class Installer:
         if self.active:
             raise RequestError("another plan is being installed", status=409)
         job = Installation(plan, ladder, self._source.keys(ladder))
+        current = self._table.current
+        job.programs = {k: p for k, p in unaffected(current, plan).items() if k in job.keys}
         for key in job.keys:
             request = self._source.request(plan, key)
-            if self._source.is_cached(request):
+            if key in job.programs:
+                job.compiled += 1
+                self._source.also_named(self._source.request(current.plan, key), request)
+            elif self._source.is_cached(request):
                 job.compiled += 1
             else:
                 self._compiler.submit(request)
@@ -168,6 +173,9 @@ class Installer:
     def _gate_next(self, job: Installation, step_number: int) -> None:
         """Loads one program, compares it with the one in force, which also warms it."""
         assert self._gate is not None
+        if not self._to_gate:  # every program is one of the plan in force
+            self._swap(job, step_number)
+            return
         key = self._to_gate.popleft()
         program = self._source.cached(self._source.request(job.plan, key))
         if program is None:
@@ -181,8 +189,11 @@ class Installer:
         warm(program, self._state, self._warm_calls)
         job.programs[key] = program
         if not self._to_gate:
-            self._table.install(PlanPrograms(job.plan, job.ladder, job.programs), step_number + 1)
-            job.state = InstallState.PENDING
+            self._swap(job, step_number)
+
+    def _swap(self, job: Installation, step_number: int) -> None:
+        self._table.install(PlanPrograms(job.plan, job.ladder, job.programs), step_number + 1)
+        job.state = InstallState.PENDING
 
     def _compile_again(self, job: Installation, key: ProgramKey) -> None:
         """The cache had an entry that turned out to be damaged, once per program at most."""

@@ -30,6 +30,28 @@ class PlanPrograms:
             raise PolyjaxError(f"plan {self.plan.digest} has no program {key}") from None
 
 
+def unaffected(current: PlanPrograms, plan: Plan) -> dict[ProgramKey, StepProgram]:
+    """The programs in force that `plan` would only compile again, under its digest.
+
+    A program is made of the ops it calls: it stays what it is if the plan chooses for each of them
+    as the plan in force does. A file kernel's name carries its text, so choices tell texts apart.
+    """
+    if _settings(current.plan) != _settings(plan):
+        return {}
+    before, after = dict(current.plan.choices), dict(plan.choices)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    return {
+        key: dataclasses.replace(program, plan_digest=plan.digest)
+        for key, program in current.programs.items()
+        if changed.isdisjoint(workload for workload, _ in program.used)
+    }
+
+
+def _settings(plan: Plan) -> Plan:
+    """What every program of a plan depends on."""
+    return dataclasses.replace(plan, choices=(), sources=(), ladder=None)
+
+
 @dataclasses.dataclass(frozen=True)
 class PendingSwap:
     """A change that applies before step `at_step`; `rollback` returns to an earlier plan."""

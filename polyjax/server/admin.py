@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from polyjax.core.errors import RequestError
+from polyjax.core.errors import ConfigError, RequestError
+from polyjax.core.kernel_source import read_source
 from polyjax.server.endpoint import read_body
 from polyjax.server.errors import send_json
 from polyjax.server.service import Service
@@ -27,6 +30,24 @@ async def plan(service: Service, scope: Scope, receive: Receive, send: Send) -> 
 async def roll_back(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     service.ready_model()
     result = await service.client.admin("plan/rollback", await _payload(service, scope, receive))
+    await send_json(send, 200, msgspec.json.encode(result))
+
+
+async def kernels(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """GET tells of the kernel files that came; POST takes another: {"path", "op"?, "name"?}."""
+    service.ready_model()
+    if scope["method"] == "POST":
+        payload = await _payload(service, scope, receive)
+        if not isinstance(path := payload.get("path"), str):
+            raise RequestError("path must be a string: a Python file of the server's host", "path")
+        try:
+            # Here, not in the engine: a slow disk must not hold up a step.
+            text = await asyncio.to_thread(read_source, Path(path))
+        except ConfigError as error:
+            raise RequestError(str(error), "path") from error
+        result = await service.client.admin("kernels/add", {**payload, "text": text})
+    else:
+        result = await service.client.admin("kernels", {})
     await send_json(send, 200, msgspec.json.encode(result))
 
 

@@ -48,6 +48,7 @@ def build_app(service: Service) -> ASGIApp:
         routes += [
             route("/admin/plan", admin.plan, ("GET", "POST"), admins),
             route("/admin/plan/rollback", admin.roll_back, post, admins),
+            route("/admin/kernels", admin.kernels, ("GET", "POST"), admins),
             route("/admin/stats", admin.statistics, keys=admins),
         ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})

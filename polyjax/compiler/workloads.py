@@ -1,0 +1,39 @@
+"""Which workloads the steps of a plan consist of, found by tracing shapes; compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from polyjax.compiler.program import ProgramRequest, abstract_call
+from polyjax.core.op import Choice, Op, Ops, Workload
+
+
+class _Recorder(Ops):
+    """Computes shapes by the references; looks into a composite op unless the plan takes it."""
+
+    def __init__(self, choices: Mapping[str, Choice]):
+        super().__init__(choices, {})
+        self.workloads: dict[str, Workload] = {}
+
+    def __call__(
+        self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any
+    ) -> Any:
+        workload = op.workload(*args, **static)
+        self.workloads[workload.key] = workload
+        inner = Ops({}, {}) if self.chosen(op, *args, **static) else self
+        return (reference or op.reference)(inner, *args, **static)
+
+
+def step_workloads(requests: Iterable[ProgramRequest], mesh: Mesh) -> dict[str, Workload]:
+    """Returns key -> workload of every op call that the requested programs make."""
+    found: dict[str, Workload] = {}
+    for request in requests:
+        recorder = _Recorder(dict(request.plan.choices))
+        call = abstract_call(request, mesh)
+        jax.eval_shape(lambda call=call, recorder=recorder: call(recorder))
+        found |= recorder.workloads
+    return found
