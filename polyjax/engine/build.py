@@ -275,6 +275,10 @@ class ProgramSource:
         lines = [line for r in requests for line in expected_abi(r, self.mesh).lines]
         return StateABI(tuple(dict.fromkeys(lines))).digest
 
+    def also_named(self, known: ProgramRequest, equal: ProgramRequest) -> None:
+        """Lets the cache find a program by the request of another plan that has it, too."""
+        self.cache.link(known, equal, self.mesh)
+
     def is_cached(self, request: ProgramRequest) -> bool:
         """Whether there is an entry; it may still turn out to be unsound."""
         return self.cache.path(request, self.mesh).exists()
@@ -300,11 +304,9 @@ class ProgramSource:
         What a kernel file is part of is compiled by `compiler`: no file is executed here.
         """
         keys = self.keys(ladder)
+        if plan.sources:
+            self._compile_elsewhere([self.request(plan, key) for key in keys], progress, compiler)
         threads = platform_defaults(self.platform).compile_threads
-    def also_named(self, known: ProgramRequest, equal: ProgramRequest) -> None:
-        """Lets the cache find a program by the request of another plan that has it, too."""
-        self.cache.link(known, equal, self.mesh)
-
         programs: dict[ProgramKey, StepProgram] = {}
         progress("compiling", 0, len(keys))
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
@@ -314,20 +316,6 @@ class ProgramSource:
                 progress("compiling", len(programs), len(keys))
         return PlanPrograms(plan, ladder, programs)
 
-
-def open_cache(config: EngineConfig) -> ProgramCache:
-    """The program cache: --compile_cache_dir, or its default.
-
-    "none" gives one that this engine alone uses and that ends with it: programs of the compiler
-    process come through it.
-    """
-    if config.compile_cache_dir != "none":
-        return ProgramCache(config.compile_cache_dir or default_cache_dir())
-    directory = tempfile.mkdtemp(prefix="polyjax-programs-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        if plan.sources:
-            self._compile_elsewhere([self.request(plan, key) for key in keys], progress, compiler)
-    return ProgramCache(directory)
     def _compile_elsewhere(
         self, requests: list[ProgramRequest], progress: Progress, compiler: CompilerProcess
     ) -> None:
@@ -344,3 +332,15 @@ def open_cache(config: EngineConfig) -> ProgramCache:
                     raise ConfigError(f"the plan's {answer.request.key}: {answer.error}")
                 done += 1
 
+
+def open_cache(config: EngineConfig) -> ProgramCache:
+    """The program cache: --compile_cache_dir, or its default.
+
+    "none" gives one that this engine alone uses and that ends with it: programs of the compiler
+    process come through it.
+    """
+    if config.compile_cache_dir != "none":
+        return ProgramCache(config.compile_cache_dir or default_cache_dir())
+    directory = tempfile.mkdtemp(prefix="polyjax-programs-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return ProgramCache(directory)
