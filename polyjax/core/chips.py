@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from polyjax.core.errors import ConfigError
 
@@ -13,6 +14,10 @@ class ChipSpec:
 
     `kind` is the beginning of `jax.Device.device_kind`. Bandwidths are bytes/s, rates dense flop/s.
     `measured` constants replace vendor numbers where polyjax measured them.
+
+    `memory_latency_us` is what a load takes under traffic. The limits of one multiprocessor bound
+    how many blocks it runs at once; 0 where blocks do not share one. A collective takes
+    `collective_base_us` and `collective_hop_us` for every hop besides its bytes.
     """
 
     name: str
@@ -29,11 +34,34 @@ class ChipSpec:
     launch_gap_us: float
     interconnect_bytes_per_s: float
     source: str
+    memory_latency_us: float = 0.8
+    l2_bytes_per_s: float = 0.0
+    shared_memory_per_sm_bytes: int = 0
+    registers_per_sm: int = 0
+    threads_per_sm: int = 0
+    blocks_per_sm: int = 0
+    collective_base_us: float = 0.0
+    collective_hop_us: float = 0.0
 
 
 _HOPPER = frozenset({"tma", "wgmma", "cluster", "pdl", "fp8", "bf16"})
 _BLACKWELL = frozenset({"tma", "tcgen05", "cluster", "pdl", "fp8", "fp4", "bf16"})
 _KIB, _GB = 1024, 10**9
+
+# CUDA C++ programming guide, table of compute capabilities (9.0 and 10.0).
+_SM: dict[str, Any] = {
+    "shared_memory_per_sm_bytes": 228 * _KIB,
+    "registers_per_sm": 65536,
+    "threads_per_sm": 2048,
+    "blocks_per_sm": 32,
+}
+# NCCL's own model of a small all-reduce over NVLink (src/graph/tuning.cc): ring, LL protocol.
+_NVLINK: dict[str, Any] = {"collective_base_us": 3.6, "collective_hop_us": 0.47}
+# "How To Scale Your Model" (Austin et al. 2025), chapter on TPUs: about 1 us a hop.
+_ICI: dict[str, Any] = {"collective_base_us": 1.0, "collective_hop_us": 1.0}
+# Loads under traffic: 0.8 us fits the measured kernels (docs/results/kernels); 2 tiles of 16 KiB a
+# block in flight starve the persistent decode step, 3 do not (docs/bitter_lessons.md).
+_LOADED_US = 0.8
 
 CHIPS: tuple[ChipSpec, ...] = (
     ChipSpec(
@@ -51,6 +79,10 @@ CHIPS: tuple[ChipSpec, ...] = (
         1.7,
         450e9,
         "NVIDIA H100 SXM datasheet: 3.35 TB/s at 90 %; practical bf16 matmul ceiling",
+        memory_latency_us=_LOADED_US,
+        l2_bytes_per_s=7e12,  # 80 % of 8.99 TB/s (PMC10448217, table 3)
+        **_SM,
+        **_NVLINK,
     ),
     ChipSpec(
         "NVIDIA H200",
@@ -67,6 +99,10 @@ CHIPS: tuple[ChipSpec, ...] = (
         1.7,
         450e9,
         "measured: 4 GiB read 4.30-4.41 TB/s, bf16 8192^3 matmul 769-798 TFLOP/s",
+        memory_latency_us=_LOADED_US,
+        l2_bytes_per_s=7e12,  # as the H100's: the same die
+        **_SM,
+        **_NVLINK,
     ),
     ChipSpec(
         "NVIDIA B200",
@@ -83,6 +119,10 @@ CHIPS: tuple[ChipSpec, ...] = (
         1.3,
         900e9,
         "NVIDIA B200 datasheet: 8 TB/s, 2250 TFLOP/s bf16 dense; 90 % and 80 % of them",
+        memory_latency_us=_LOADED_US,  # not measured there: the H200's
+        l2_bytes_per_s=10e12,  # not measured there: the H200's by clocks and SMs
+        **_SM,
+        **_NVLINK,
     ),
     ChipSpec(
         "TPU v5e",
@@ -99,6 +139,7 @@ CHIPS: tuple[ChipSpec, ...] = (
         2.0,
         200e9,
         "Google Cloud TPU v5e system architecture page",
+        **_ICI,
     ),
     ChipSpec(
         "TPU v5p",
@@ -115,6 +156,7 @@ CHIPS: tuple[ChipSpec, ...] = (
         2.0,
         600e9,
         "Google Cloud TPU v5p system architecture page",
+        **_ICI,
     ),
     ChipSpec(
         "TPU v6e",
@@ -131,6 +173,7 @@ CHIPS: tuple[ChipSpec, ...] = (
         2.0,
         448e9,
         "Google Cloud TPU v6e system architecture page",
+        **_ICI,
     ),
     ChipSpec(
         "CPU",
@@ -147,6 +190,9 @@ CHIPS: tuple[ChipSpec, ...] = (
         20.0,
         10e9,
         "measured on a 2-core x86 host: dispatch of a jitted call 16 us, streaming read 20 GB/s",
+        memory_latency_us=0.1,  # about a miss in every cache
+        collective_base_us=10.0,  # psum of 256 bytes over 2, 4, 8 virtual devices of that host,
+        collective_hop_us=15.0,  # others at work beside it: 21, 270, 245 us
     ),
 )
 
