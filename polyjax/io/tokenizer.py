@@ -88,9 +88,17 @@ class Tokenizer:
         stream = self.detokenizer(skip_special_tokens, at_start=True)
         return "".join(map(stream.push, ids)) + stream.finish()
 
-    def detokenizer(self, skip_special_tokens: bool = True, at_start: bool = False) -> Detokenizer:
-        """Returns the decoder of one stream. `at_start` is False where text precedes its tokens."""
-        hidden = self.special_ids if skip_special_tokens else frozenset()
+    def detokenizer(
+        self,
+        skip_special_tokens: bool = True,
+        at_start: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """Returns the decoder of one stream. `at_start` is False where text precedes its tokens.
+
+        Special tokens of `shown_ids` are not skipped.
+        """
+        hidden = self.special_ids - shown_ids if skip_special_tokens else frozenset()
         return Detokenizer(self.token_bytes, hidden, self._strip_first if at_start else 0)
 
     def token_bytes(self, token_id: int) -> bytes:

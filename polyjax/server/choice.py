@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from polyjax.engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from polyjax.io.tokenizer import Tokenizer
+from polyjax.io.tokenizer import Detokenizer
 from polyjax.server.stop import StopStrings
 
 
@@ -47,7 +47,7 @@ class Choice:
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        tokenizer: Tokenizer,
+        detokenizer: Detokenizer,
         arrival_s: float,
     ):
         self.index = index
@@ -60,7 +60,7 @@ class Choice:
         self.epoch = 0
         self.finish_reason: str | None = None
         self.times = Times(arrival_s)
-        self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
+        self._detokenizer = detokenizer
         self._stops = (
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )

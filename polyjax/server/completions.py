@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from polyjax.core.errors import RequestError
 from polyjax.engine.client import EngineClient
 from polyjax.engine.types import SamplingParams
+from polyjax.io.tokenizer import Detokenizer
 from polyjax.server.answers import Head, TokenNames
 from polyjax.server.choice import Choice
 from polyjax.server.conversation import render
@@ -31,6 +32,8 @@ from polyjax.server.protocol import (
 )
 from polyjax.server.service import ServedModel, Service, off_loop
 from polyjax.server.stream import ChunkWriter, cancelled_on_disconnect, collect, send_stream
+from polyjax.server.tool_answers import ToolChatFormat
+from polyjax.server.tools import requested
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for text completions
 
@@ -44,6 +47,7 @@ class Prepared:
     params: SamplingParams
     id_prefix: str
     make_format: Callable[[Sequence[Choice]], AnswerFormat]
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the format has to see
 
     def generation(
         self,
@@ -54,8 +58,13 @@ class Prepared:
     ) -> Generation:
         """The request on its way through an engine; not started yet."""
         admission = Admission(self.body.priority, self.body.cache_salt or "")
+
+        def new_detokenizer() -> Detokenizer:
+            skips = self.params.skip_special_tokens
+            return model.tokenizer.detokenizer(skips, shown_ids=self.shown_ids)
+
         return Generation(
-            client, model.tokenizer, self.prompts, self.params, admission, on_token, on_finished
+            client, new_detokenizer, self.prompts, self.params, admission, on_token, on_finished
         )
 
     def head(self, name: str, model: ServedModel) -> Head:
@@ -105,10 +114,7 @@ async def _send_answer(generation: Generation, prepared: Prepared, head: Head, s
         answer = await collect(generation, head, answer_format)
         await send_json(send, 200, msgspec.json.encode(answer))
         return
-    has_extras = bool(body.return_token_ids) or prepared.params.logprobs is not None
-    writer = ChunkWriter(
-        head, answer_format, generation, body.include_usage, body.continuous_usage, has_extras
-    )
+    writer = ChunkWriter(head, answer_format, generation, body.include_usage, body.continuous_usage)
     await send_stream(generation, writer, send)
 
 
@@ -128,17 +134,20 @@ def prepare_chat(model: ServedModel, raw: bytes) -> Prepared:
     if max_tokens is not None and max_tokens < 1:
         raise RequestError(f"{max_tokens_field} must be at least 1", max_tokens_field)
     params = sampling_params(body, model.defaults, max_tokens)
+    use = requested(body, model.tools)
+    if use is not None:
+        params = use.constrain(params)
     prompt = model.tokenizer.encode(render(model, body), body.add_special_tokens)
     prompts, params = _fit_all(model, body, [prompt], params, "messages")
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     extras = Extras(bool(body.return_token_ids), body.prompt_logprobs is not None)
-    return Prepared(
-        body,
-        prompts,
-        params,
-        "chatcmpl",
-        lambda choices: ChatFormat(names, choices, extras, bool(body.logprobs)),
-    )
+
+    def make_format(choices: Sequence[Choice]) -> AnswerFormat:
+        chat = ChatFormat(names, choices, extras, bool(body.logprobs))
+        return chat if use is None else ToolChatFormat(chat, use)
+
+    shown_ids = frozenset() if use is None else model.tools.shown_ids
+    return Prepared(body, prompts, params, "chatcmpl", make_format, shown_ids)
 
 
 def prepare_text(model: ServedModel, raw: bytes) -> Prepared:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from polyjax.core.errors import ConfigError
+from polyjax.server.tool_formats import FORMATS
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -36,6 +37,13 @@ class ServerConfig:
     chat_template: str | None = _setting(
         None, "File with the Jinja chat template to use in place of the model's own."
     )
+    tool_call_parser: str = _setting(
+        "auto",
+        f"How the model writes tool calls: {', '.join(FORMATS)}; auto: as its chat template does.",
+    )
+    enable_auto_tool_choice: bool = _setting(
+        True, "Whether the model may call tools where a request leaves that to it."
+    )
     generation_config: str = _setting(
         "auto",
         "auto: default sampling parameters are those of the model's generation_config.json; "
@@ -58,6 +66,8 @@ class ServerConfig:
             raise ConfigError("--api_server_count must be in [1, 256]")
         if self.max_body_bytes < 1024:
             raise ConfigError("--max_body_bytes must be at least 1024")
+        if self.tool_call_parser != "auto" and self.tool_call_parser not in FORMATS:
+            raise ConfigError(f"--tool_call_parser must be auto or one of {', '.join(FORMATS)}")
         if self.generation_config not in ("auto", "vllm"):
             raise ConfigError("--generation_config must be auto or vllm")
         if any(not key for key in self.api_key) or self.admin_key == "":

@@ -8,12 +8,16 @@ from typing import Any
 from polyjax.core.errors import RequestError
 from polyjax.server.protocol import ChatBody, TokenizeBody
 from polyjax.server.service import ServedModel
+from polyjax.server.tools import for_template
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with contents as plain texts. Raises RequestError naming the field."""
+    """Returns the messages with contents as plain texts, without fields that are null.
+
+    Raises RequestError naming the field that is wrong.
+    """
     if not messages:
         raise RequestError("messages must not be empty", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -28,7 +32,31 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if role != "assistant" or not message.get("tool_calls"):
             raise RequestError(f"{where}.content is missing", f"{where}.content")
         content = ""
-    return {**message, "content": _text(content, f"{where}.content")}
+    if not isinstance(message.get("tool_call_id", ""), str) or (
+        role == "tool" and "tool_call_id" not in message
+    ):
+        field = f"{where}.tool_call_id"
+        raise RequestError(f"{field} must be the id of the call that this answers", field)
+    _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
+    given = {
+        key: value
+        for key, value in message.items()
+        if value is not None and (key != "tool_calls" or value)
+    }
+    return {**given, "content": _text(content, f"{where}.content")}
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list | None):
+        raise RequestError(f"{where} must be a list", where)
+    for i, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise RequestError(f"{where}[{i}] must be a call of a function", f"{where}[{i}]")
+        for field in ("name", "arguments"):
+            if not isinstance(function.get(field), str):
+                field = f"{where}[{i}].function.{field}"
+                raise RequestError(f"{field} must be a string", field)
 
 
 def _text(content: Any, where: str) -> str:
@@ -50,9 +78,15 @@ def _part(part: Any, where: str) -> str:
 
 
 def render(model: ServedModel, body: ChatBody | TokenizeBody) -> str:
-    """Returns the prompt that the chat template makes of a body's messages. Raises RequestError."""
+    """Returns the prompt that the chat template makes of a body's messages and tools.
+
+    Tools that are not to be called are left out. Raises RequestError.
+    """
     messages = conversation(body.messages or [])
-    if model.template is None:
+    is_off = isinstance(body, ChatBody) and body.tool_choice == "none"
+    tools = None if is_off or not body.tools else for_template(body.tools)
+    template = model.tools.template_for_tools() if tools else model.template
+    if template is None:
         raise RequestError(
             "the model has no chat template; use /v1/completions or start the server with "
             "--chat_template",
@@ -64,8 +98,9 @@ def render(model: ServedModel, body: ChatBody | TokenizeBody) -> str:
     adds_prompt = body.add_generation_prompt
     if adds_prompt is None:
         adds_prompt = not body.continue_final_message
-    return model.template.render(
+    return template.render(
         messages,
+        tools=tools,
         add_generation_prompt=adds_prompt,
         continue_final_message=body.continue_final_message,
         variables=variables,

@@ -26,6 +26,10 @@ class AnswerFormat(Protocol):
     @property
     def chunk_object_name(self) -> str: ...
 
+    @property
+    def has_plain_pieces(self) -> bool:
+        """Whether pieces between a choice's first and last differ by their text alone."""
+
     def whole(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
         """One finished choice of an answer that is not streamed."""
 
@@ -75,6 +79,10 @@ class ChatFormat:
     object_name: str = "chat.completion"
     chunk_object_name: str = "chat.completion.chunk"
 
+    @property
+    def has_plain_pieces(self) -> bool:
+        return not (self.wants_logprobs or self.extras.token_ids)
+
     def whole(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
         content = "".join(delta.text for delta in deltas)
         return {
@@ -118,6 +126,10 @@ class TextFormat:
     object_name: str = "text_completion"
     chunk_object_name: str = "text_completion"
     _offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_plain_pieces(self) -> bool:
+        return self.num_logprobs is None and not self.extras.token_ids
 
     def whole(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
         text = "".join(delta.text for delta in deltas)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from polyjax.core.errors import PolyjaxError, RequestError
 from polyjax.engine.client import EngineClient
 from polyjax.engine.types import Request, RequestOutput, SamplingParams
-from polyjax.io.tokenizer import Tokenizer
+from polyjax.io.tokenizer import Detokenizer
 from polyjax.server.choice import Choice, Delta
 
 _numbers = itertools.count()
@@ -39,7 +39,7 @@ class Generation:
     def __init__(
         self,
         client: EngineClient,
-        tokenizer: Tokenizer,
+        new_detokenizer: Callable[[], Detokenizer],
         prompts: Sequence[list[int]],
         params: SamplingParams,
         admission: Admission,
@@ -62,7 +62,7 @@ class Generation:
                 f"{os.getpid():x}-{next(_numbers):x}",
                 prompts[index // params.n],
                 _of_choice(params, index % params.n),
-                tokenizer,
+                new_detokenizer(),
                 self.arrival_s,
             )
             for index in range(len(prompts) * params.n)

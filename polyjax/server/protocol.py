@@ -144,6 +144,9 @@ class ChatBody(GenerationBody):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(Body):
@@ -156,6 +159,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -174,7 +178,7 @@ Harmless = Callable[[Any, Mapping[str, Any]], bool]
 
 # Fields that clients send and that are not supported, with when they ask for nothing.
 UNSUPPORTED: dict[str, Harmless] = {
-    "tools": lambda value, _: _is_off(value),
+    "tools": lambda value, _: _is_off(value),  # of text completions; chat has them
     "tool_choice": lambda value, _: value in (None, "none"),
     "functions": lambda value, _: _is_off(value),
     "function_call": lambda value, _: value in (None, "none"),
@@ -200,6 +204,10 @@ UNSUPPORTED: dict[str, Harmless] = {
     "chat_template": lambda value, _: value is None,
 }
 _WHY_UNSUPPORTED = {
+    "tools": "tools is not supported here; /v1/chat/completions takes it",
+    "tool_choice": "tool_choice is not supported here; /v1/chat/completions takes it",
+    "functions": "functions is not supported; use tools, which replaced it",
+    "function_call": "function_call is not supported; use tool_choice, which replaced it",
     "best_of": "best_of is not supported; ask for n choices and rank them",
     "chat_template": "templates come from the server's --chat_template, not from requests",
 }

@@ -17,6 +17,8 @@ from polyjax.io.files import ModelFiles
 from polyjax.io.tokenizer import Tokenizer
 from polyjax.server.config import ServerConfig
 from polyjax.server.metrics import Metrics
+from polyjax.server.tool_formats import FORMATS, format_of
+from polyjax.server.tool_support import ToolSupport
 
 INLINE_BODY_BYTES = 16 << 10  # larger bodies are parsed and tokenized off the event loop
 
@@ -35,6 +37,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     template_source: str | None
+    tools: ToolSupport
     defaults: Mapping[str, Any]
     default_max_tokens: int | None
     created_s: int
@@ -66,6 +69,7 @@ class ServedModel:
             tokenizer=tokenizer,
             template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
             template_source=source,
+            tools=_tool_support(files, source, tokenizer, info, config),
             defaults=defaults,
             default_max_tokens=generation.get("max_new_tokens"),
             created_s=int(time.time()),
@@ -80,6 +84,30 @@ class ServedModel:
                 "model",
                 404,
             )
+
+
+def _tool_support(
+    files: ModelFiles,
+    source: str | None,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    config: ServerConfig,
+) -> ToolSupport:
+    """`source` is the chat template in use; a model may bring another one for tools."""
+    name = f"the chat template in {config.chat_template}"
+    if config.chat_template is None:
+        source = files.chat_templates.get("tool_use", source)
+        name = f"the chat template of {files.name}"
+    is_named = config.tool_call_parser != "auto"
+    found = FORMATS[config.tool_call_parser] if is_named else source and format_of(source)
+    return ToolSupport.build(
+        None if source is None else ChatTemplate(source, tokenizer.special_tokens),
+        name,
+        found or None,
+        config.enable_auto_tool_choice,
+        tokenizer,
+        info.eos_token_ids,
+    )
 
 
 class Service:

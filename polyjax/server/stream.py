@@ -41,14 +41,13 @@ class ChunkWriter:
         generation: Generation,
         include_usage: bool,
         continuous_usage: bool,
-        has_extras: bool,
     ):
         self._head = head
         self._format = answer_format
         self._generation = generation
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._uses_templates = not (continuous_usage or has_extras)
+        self._uses_templates = answer_format.has_plain_pieces and not continuous_usage
         self._num_tokens = 0
         self._templates: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 

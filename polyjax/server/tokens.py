@@ -13,6 +13,7 @@ from polyjax.server.endpoint import read_body
 from polyjax.server.errors import send_json
 from polyjax.server.protocol import DetokenizeBody, TokenizeBody, parse
 from polyjax.server.service import ServedModel, Service, off_loop
+from polyjax.server.tools import read_functions
 
 
 async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,6 +30,7 @@ def _tokenize(model: ServedModel, raw: bytes) -> bytes:
     if body.prompt is not None:
         text, adds_special = body.prompt, body.add_special_tokens is not False
     else:
+        read_functions(body.tools)
         text, adds_special = render(model, body), bool(body.add_special_tokens)
     ids = model.tokenizer.encode(text, adds_special)
     answer: dict[str, Any] = {

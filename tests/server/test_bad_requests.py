@@ -148,9 +148,8 @@ def test_messages_that_are_none(server: Server, messages: Any, param: str) -> No
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "auto"),
         ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
         ("response_format", {"type": "json_object"}),
         ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def cut_texts(draw: Any) -> tuple[str, list[str]]:
     text = draw(texts)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     borders = [0, *cuts, len(text)]
-    return text, [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return text, [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -177,7 +178,7 @@ def test_arguments_stream_while_they_are_written() -> None:
     first = next(i for i, events in enumerate(by_character) if events)
     assert by_character[first] == [CallDelta(0, "f", "{")]
     assert CALL[: first + 1].endswith('"arguments": {')
-    pieces = [event.arguments for events in by_character for event in events]  # type: ignore[union-attr]
+    pieces = [event.arguments for events in by_character for event in events]
     assert pieces == list('{"a": 1}')
 
 
