@@ -78,6 +78,12 @@ class ToolUse:
                 "leave one of them out",
                 "tool_choice",
             )
+        if self.format.is_bare_json:
+            raise RequestError(
+                "this model's calls are JSON themselves and cannot be told from an answer of a "
+                "given form; leave out tools or the form",
+                "tools",
+            )
         if answer.kind not in ("json_schema", "json_object"):
             raise RequestError(
                 f"tools go together with an answer in JSON, not with one by {answer.kind}", "tools"

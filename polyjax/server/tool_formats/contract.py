@@ -72,8 +72,10 @@ class ToolFormat:
     """One way to write calls.
 
     `marks` are the texts around calls, which may be special tokens. `is_of` tells from a chat
-    template's source whether its model writes this format. `grammar` returns Lark rules, of which
-    `calls` is the first, that admit these functions with arguments of their schemas.
+    template's source whether its model writes this format. `is_bare_json` says that calls begin as
+    any JSON does, so that a grammar cannot offer them beside a JSON answer. `grammar` returns Lark
+    rules, of which `calls` is the first, that admit these functions with arguments of their
+    schemas.
     """
 
     name: str
@@ -81,6 +83,7 @@ class ToolFormat:
     is_of: Callable[[str], bool]
     parser: Callable[[], ToolParser]
     grammar: Callable[[Sequence[Function], Calls, Marks], str]
+    is_bare_json: bool = False
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -134,12 +134,13 @@ def _grammar(functions: Sequence[Function], calls: Calls, marks: Marks) -> str:
         case Calls.SOME:
             return f'calls: {opening} block ("\\n" {opening} block)*\n{rules}'
         case Calls.ANY if marks.is_text(OPEN):
-            return (
-                f"calls: (text block)* TEXT\ntext[lazy]: TEXT {opening}\nTEXT: /(.|\\n)*/\n{rules}"
-            )
+            other = f" | TEXT {marks.others}" if marks.others else ""
+            text = f"opened[lazy]: TEXT {opening}\nTEXT: /(.|\\n)*/\n"
+            return f"calls: (opened block{other})* TEXT\n{text}{rules}"
         case Calls.ANY:
-            text = f"TEXT? ({marks.others} TEXT?)*" if marks.others else "TEXT?"
-            return f"calls: text ({opening} block text)*\ntext: {text}\nTEXT: /(.|\\n)+/\n{rules}"
+            other = f"TEXT? ({marks.others} TEXT?)*" if marks.others else "TEXT?"
+            text = f"text: {other}\nTEXT: /(.|\\n)+/\n"
+            return f"calls: text ({opening} block text)*\n{text}{rules}"
 
 
 FORMAT = ToolFormat("hermes", (OPEN, CLOSE), _is_of, Parser, _grammar)

@@ -98,4 +98,4 @@ def _grammar(functions: Sequence[Function], calls: Calls, marks: Marks) -> str:
     return f"calls: call | text\ntext: {text}\nTEXT: /[^{{](.|\\n)*/\n{rules}"
 
 
-FORMAT = ToolFormat("llama3_json", (TAG,), _is_of, Parser, _grammar)
+FORMAT = ToolFormat("llama3_json", (TAG,), _is_of, Parser, _grammar, is_bare_json=True)
