@@ -145,6 +145,13 @@ def test_messages_that_are_none(server: Server, messages: Any, param: str) -> No
     refused(server.post(CHAT, {"messages": messages}), 400, param)
 
 
+def test_tools_that_the_chat_template_does_not_take(server: Server) -> None:
+    body = {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for path in (CHAT, "/tokenize"):
+        message = refused(server.post(path, body), 400, "tools")
+        assert "takes no tools" in message and "--chat_template" in message
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

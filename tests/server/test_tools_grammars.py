@@ -250,3 +250,11 @@ def test_a_schema_that_cannot_be_followed_is_named() -> None:
     with pytest.raises(RequestError, match=r"parameters of g: .*nonsense") as refused:
         use.constrain(SamplingParams())
     assert refused.value.param == "tools"
+
+
+def test_a_model_whose_way_of_calling_is_not_known() -> None:
+    tokenizer = tokenizer_with((), False)
+    template = ChatTemplate("{{ tools }}")
+    support = ToolSupport.build(template, "the template of x", None, True, tokenizer, [EOS])
+    with pytest.raises(RequestError, match=r"the template of x.*--tool_call_parser"):
+        requested(ChatBody(messages=[], tools=[tool("f")]), support)
