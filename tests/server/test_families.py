@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from models import FAMILIES
@@ -31,7 +33,7 @@ FLAGS = (
 READY_LIMIT_S = 300.0  # to compile the programs on a machine that is busy with other tests
 
 
-def body(truth: Golden, rows: range) -> dict[str, object]:
+def body(truth: Golden, rows: Sequence[int]) -> dict[str, object]:
     [num_tokens] = {len(truth.continuation(row)) for row in rows}
     return {
         "prompt": [truth.prompt(row) for row in rows],
