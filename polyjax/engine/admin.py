@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 from polyjax.core.errors import ConfigError, RequestError, StateABIError
 from polyjax.core.plan import Plan
 from polyjax.engine.bucketing import BucketChooser
+from polyjax.engine.memory import room_for_weights
+from polyjax.engine.sleep import read_sleep_request
+from polyjax.engine.weights import read_load_request
 
 if TYPE_CHECKING:
     from polyjax.engine.engine import Engine
+
+NEED_WEIGHTS = ("weights/load", "plan/install", "plan/propose", "ladder/set")
 
 
 def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +50,34 @@ def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dic
     "tune/release": {"lease_id": int} -> {"released": bool, "used_ms": float}; what was not used
         goes back to the budget.
 
+    "weights": {"current": {...}, "history": [...], "loads": [...]}: those in force, all that were,
+        each with the epoch it came with, and how far loads got.
+    "weights/load": {"path": text}, optional "running": "keep" or "drop", "staging": "auto",
+        "device" or "host" -> {"load": number, ...}; answers at once, otherwise as "weights".
+    "sleep": {"is_sleeping": bool, "state", "level", "doing", "done", "total", "error"}.
+    "sleep/begin": optional "level": 1 or 2, "running": "keep" or "drop". Answers as "sleep".
+    "sleep/wake": {} -> as "sleep", at once.
+
     Raises RequestError: 400 for a malformed payload, 404 for an unknown command, proposal or
     lease, 409 for what cannot be done now.
     """
+    if command in NEED_WEIGHTS and not engine.sleeper.is_awake:
+        raise RequestError("the engine is asleep: wake it first", status=409)
     match command:
+        case "weights":
+            return engine.weights.to_json()
+        case "weights/load":
+            room = room_for_weights(engine.state.params, engine.state.kv)
+            load = engine.weights.start(*read_load_request(payload), room)
+            return {"load": load.number, **engine.weights.to_json()}
+        case "sleep":
+            return engine.sleeper.to_json()
+        case "sleep/begin":
+            engine.sleeper.sleep(engine, *read_sleep_request(payload))
+            return engine.sleeper.to_json()
+        case "sleep/wake":
+            engine.sleeper.wake()
+            return engine.sleeper.to_json()
         case "plan":
             pass
         case "kernels":
@@ -78,6 +107,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "programs": len(programs.current.programs),
         "state_abi": engine.source.abi_digest(programs.current.plan),
         "plan": programs.current.plan.to_json(),
+        "weights": engine.weights.current.to_json(),
         "resident": [resident.plan.digest for resident in programs.resident],
         "installation": installation.to_json() if installation else None,
     }

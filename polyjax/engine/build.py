@@ -56,6 +56,7 @@ from polyjax.engine.memory import (
 from polyjax.engine.programs import PlanPrograms
 from polyjax.engine.step import SchedulerLimits
 from polyjax.engine.types import EngineConfig
+from polyjax.io.digest import ParamsDigest
 from polyjax.io.files import ModelFiles, Progress
 from polyjax.io.load import load_params, random_params
 
@@ -108,9 +109,17 @@ def open_served_model(config: EngineConfig, files: ModelFiles, platform: str) ->
 
 
 def load_weights(
-    config: EngineConfig, model: OpenedModel, mesh: Mesh, mesh_plan: MeshPlan, progress: Progress
+    config: EngineConfig,
+    model: OpenedModel,
+    mesh: Mesh,
+    mesh_plan: MeshPlan,
+    progress: Progress,
+    digest: ParamsDigest,
 ) -> tuple[jax.Array, ...]:
-    """Returns the flat tuple of parameters; random ones with --load_format=dummy."""
+    """Returns the flat tuple of parameters; random ones with --load_format=dummy.
+
+    `digest` takes in what is read.
+    """
     abstract = models.abstract(model.config, model.dtype, Placement(mesh_plan, mesh))
     if config.load_format == "dummy":
         params = random_params(
@@ -125,6 +134,7 @@ def load_weights(
             plan=mesh_plan,
             where=str(model.files.path),
             progress=progress,
+            digest=digest,
         )
     return tuple(params.values())
 

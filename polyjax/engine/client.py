@@ -201,7 +201,7 @@ class EngineClient:
         if output.finish_reason is not None:
             del self._sinks[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            status = 400 if output.error_param else 500
+            status = output.error_status or (400 if output.error_param else 500)
             error = RequestError(output.error or "the request failed", output.error_param, status)
             self._deliver(output.request_id, sink, error)
         else:

@@ -15,6 +15,7 @@ from polyjax.core.mesh import MeshPlan
 from polyjax.engine import build
 from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
+from polyjax.engine.checkpoint import CheckpointReader, first_weights
 from polyjax.engine.compile_watch import CompileWatch
 from polyjax.engine.install import Installer
 from polyjax.engine.kernels import KernelIntake
@@ -23,6 +24,7 @@ from polyjax.engine.pages import PageAllocator
 from polyjax.engine.phases import PhaseClock
 from polyjax.engine.programs import ProgramTable
 from polyjax.engine.scheduler import Scheduler
+from polyjax.engine.sleep import Sleeper
 from polyjax.engine.state import DeviceState
 from polyjax.engine.step import ScheduledStep
 from polyjax.engine.types import (
@@ -33,6 +35,8 @@ from polyjax.engine.types import (
     RequestOutput,
 )
 from polyjax.engine.warm import warm
+from polyjax.engine.weights import WeightsLoader
+from polyjax.io.digest import ParamsDigest
 from polyjax.io.files import Progress, no_progress, open_model
 
 IDLE_WAIT_S = 0.02  # how long a step without rows waits for the compiler process
@@ -54,7 +58,8 @@ class Engine:
         device = self.mesh.devices.flat[0]
         files = open_model(config.model, progress)
         model = build.open_served_model(config, files, device.platform)
-        params = build.load_weights(config, model, self.mesh, mesh_plan, progress)
+        digest = ParamsDigest()
+        params = build.load_weights(config, model, self.mesh, mesh_plan, progress, digest)
         jax.block_until_ready(params)
         loaded_s = time.monotonic()
 
@@ -79,6 +84,9 @@ class Engine:
         max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
         packer = BatchPacker(sizing.spec.num_slots, len(model.config.kv_groups()), max_pages)
         self.launcher = Launcher(self.state, packer, self.mesh, self.phases)
+        reader = CheckpointReader(config, model, sizing.spec, mesh_plan, self.mesh)
+        self.weights = WeightsLoader(reader, first_weights(config, model, digest))
+        self.sleeper = Sleeper(self.weights)
         ready_s = time.monotonic()
         self.info = self._make_info(model, sizing, loaded_s - started_s, ready_s - loaded_s)
         self.step_number = 0
@@ -92,6 +100,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        if not self.sleeper.is_awake:
+            return self.sleeper.has_work or bool(self._outputs)
+        if self.weights.has_work or self._outputs:
+            return True
         changing = self.installer.active or self.kernels.active or bool(self.programs.pending)
         return self.scheduler.has_work or changing
 
@@ -100,6 +112,11 @@ class Engine:
         self.phases.start_step()
         if self.programs.apply_pending(self.step_number):
             self.scheduler.set_ladder(self.programs.current.ladder)
+        self.weights.advance(self)
+        self.sleeper.advance(self)
+        if not self.sleeper.is_awake:
+            self.step_number += 1
+            return self._take_outputs()
         batch = self.scheduler.next_batch()
         self.phases.mark("schedule")
         running = self._launch(batch) if batch else None
@@ -165,8 +182,28 @@ class Engine:
                 f"{self.watch.compiles} compiles and {self.watch.traces} traces after warm-up "
                 "(--fail_on_recompile)"
             )
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    # -- what lives on the devices, between two steps ----------------------------------------
+
+    def pause(self) -> None:
+        """Takes in the step in flight and lets every request wait: no page is needed any more."""
+        running, self.in_flight = self.in_flight, None
+        self._commit(running)
+        self.scheduler.requeue_all()
+
+    def release_pools(self) -> None:
+        """Frees all but the weights, after `pause`."""
+        self.state.release_pools()
+        self.launcher.forget_slots()
+
+    def drop_started(self, reason: str) -> None:
+        """Ends what had begun, after `pause`; the next step tells those who wait for it."""
+        self._outputs += self.scheduler.drop_started(reason, status=503)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -181,6 +218,8 @@ class Engine:
         """Ends the compiler process and waits for what the device still computes."""
         self.kernels.close()
         self.installer.close()
+        self.weights.close()
+        self.sleeper.close()
         self.in_flight = None
         with contextlib.suppress(RuntimeError):  # pools that a failed step took along
             jax.block_until_ready(self.state.kv)
@@ -230,6 +269,9 @@ class Engine:
             retraces_after_ready=self.watch.traces,
             last_step_monotonic_s=self._last_step_s,
             iteration_tokens=self._iteration_tokens,
+            weights_path=self.weights.current.path,
+            weights_digest=self.weights.current.digest,
+            sleep_level=self.sleeper.level,
             phase_us=dict(self.phases.average_us),
         )
 

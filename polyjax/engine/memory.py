@@ -14,6 +14,8 @@ from polyjax.core.errors import ConfigError
 from polyjax.core.model import ModelConfig
 
 SINK_PAGES = 1
+STEP_SHARE = 0.05
+"""Of a device's memory, what is left to the activations of steps when more is put on it."""
 CPU_POOL_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
 """What a CPU engine takes of the free host memory at most: other programs live there, too."""
 
@@ -44,6 +46,52 @@ def memory_budget_bytes(device: jax.Device, utilization: float) -> int:
     if "bytes_limit" not in stats:
         raise ConfigError(f"{device} does not tell its memory: set --num_kv_pages")
     return int(stats["bytes_limit"] * utilization) - int(stats["bytes_in_use"])
+
+
+def free_device_bytes(devices: Sequence[jax.Device]) -> int:
+    """Bytes that can still be had on the fullest of the devices while it also runs steps.
+
+    On a CPU, bytes of the host's memory.
+    """
+    free = []
+    for device in devices:
+        if device.platform == "cpu":
+            return available_host_bytes()
+        stats = device.memory_stats() or {}
+        limit = int(stats.get("bytes_limit", 0) * (1 - STEP_SHARE))
+        free.append(max(limit - int(stats.get("bytes_in_use", 0)), 0))
+    return min(free)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What a second copy of the weights needs, and what there is for it.
+
+    `weight_bytes` and `pool_bytes` are on the fullest device, `host_weight_bytes` is all of it.
+    """
+
+    weight_bytes: int
+    host_weight_bytes: int
+    pool_bytes: int
+    free_device_bytes: int
+    free_host_bytes: int
+
+
+def shard_bytes(array: jax.Array) -> int:
+    """Bytes of the array on each device that holds a part of it."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def room_for_weights(params: Sequence[jax.Array], kv: Sequence[jax.Array]) -> Room:
+    """The room beside the weights and pools that an engine holds now."""
+    devices = list(params[0].sharding.device_set)
+    return Room(
+        weight_bytes=sum(map(shard_bytes, params)),
+        host_weight_bytes=sum(param.nbytes for param in params),
+        pool_bytes=sum(map(shard_bytes, kv)),
+        free_device_bytes=free_device_bytes(devices),
+        free_host_bytes=available_host_bytes(),
+    )
 
 
 def available_host_bytes() -> int:

@@ -179,6 +179,28 @@ class Scheduler:
             self._roster.suspect = None
         return outputs
 
+    def requeue_all(self) -> None:
+        """Lets everything wait again, to be computed from its tokens; the prefix cache is empty.
+
+        No step may be in flight.
+        """
+        if self._outstanding:
+            raise ValueError(f"{len(self._outstanding)} steps are in flight")
+        self._roster.requeue_all()
+        for sequence in self._roster.waiting:
+            if sequence.prompt_logprobs_due:
+                sequence.prompt_logprobs = []  # those so far were another state's
+
+    def drop_started(self, error: str, status: int) -> list[RequestOutput]:
+        """Ends every request that was ever admitted, after `requeue_all`; returns their ends."""
+        started = [sequence for sequence in self._roster.waiting if sequence.admitted_s]
+        for sequence in started:
+            self._roster.finish(sequence)
+        return [
+            RequestOutput(s.id, [], FinishReason.ERROR, error=error, error_status=status)
+            for s in started
+        ]
+
     def fail_step(self, step: ScheduledStep, error: str) -> list[RequestOutput]:
         """Re-queues everything after `step` failed and the page pools were rebuilt, empty.
 

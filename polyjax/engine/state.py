@@ -26,8 +26,7 @@ class DeviceState:
     ):
         avals = state_avals(spec, mesh_plan, mesh)
         self.spec = spec
-        self.params = params
-        self.head = tuple(params[index] for index in head_indices(spec))
+        self.replace_params(params)
         dynamic = (avals.kv, avals.last_tokens, avals.sampling)
         # Compiled before serving: making new pools after a failure must not compile anything.
         self._zeros = (
@@ -45,9 +44,18 @@ class DeviceState:
 
     def rebuild(self) -> None:
         """Replaces everything but the weights by zeros; the old pools are freed first."""
-        self.kv = ()
-        self.last_tokens = self.sampling = None  # type: ignore[assignment]  # frees them
+        self.release_pools()
         self.kv, self.last_tokens, self.sampling = self._zeros()
+
+    def release_pools(self) -> None:
+        """Frees everything but the weights. No step may run until `rebuild`."""
+        self.kv = ()
+        self.last_tokens = self.sampling = None  # type: ignore[assignment]
+
+    def replace_params(self, params: tuple[jax.Array, ...]) -> None:
+        """Takes other weights of the same shapes and layouts, or none: () frees them."""
+        self.params = params
+        self.head = tuple(params[index] for index in head_indices(self.spec)) if params else ()
 
     @property
     def kv_bytes(self) -> int:

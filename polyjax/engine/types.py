@@ -158,7 +158,9 @@ class RequestOutput:
 
     `logprobs` parallels `token_ids` when asked for. `prompt_logprobs` (position 0 is None) comes
     once, with the first output. `stop_reason` is the stop token id that ended it, if one did.
-    `epoch` numbers the plan that computed the last token. `error` explains FinishReason.ERROR.
+    `epoch` numbers the plan and weights that computed the last token. `error` explains
+    FinishReason.ERROR; `error_status` is its HTTP status where it is not the request's or the
+    engine's fault.
     """
 
     request_id: str
@@ -172,6 +174,7 @@ class RequestOutput:
     scheduled_s: float = 0.0
     error: str | None = None
     error_param: str | None = None
+    error_status: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,7 +251,10 @@ class EngineInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters (monotonic) and gauges of an engine, sampled between steps."""
+    """Counters (monotonic) and gauges of an engine, sampled between steps.
+
+    `sleep_level` is 0 exactly while it is awake.
+    """
 
     step: int = 0
     running: int = 0
@@ -267,6 +273,9 @@ class EngineStats:
     retraces_after_ready: int = 0
     last_step_monotonic_s: float = 0.0
     iteration_tokens: int = 0
+    weights_path: str = ""
+    weights_digest: str = ""
+    sleep_level: int = 0
     phase_us: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

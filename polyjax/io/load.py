@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from polyjax.core.errors import ModelError
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.model import ParamSpec
+from polyjax.io.digest import ParamsDigest
 from polyjax.io.files import Progress, TensorReader, no_progress
 
 # Tensors some checkpoints carry beside the weights; no model reads them.
@@ -72,18 +73,22 @@ def load_params(
     where: str = "checkpoint",
     ignored: Sequence[str] = HARMLESS,
     progress: Progress = no_progress,
+    digest: ParamsDigest | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the parameters by name, in the order of `specs`, sharded as `plan` says.
 
-    Parameters whose spec names no dtype get `dtype`. Raises ModelError naming `where` and every
-    wrong tensor before anything is allocated, and ModelError for a file that fails while read.
+    Parameters whose spec names no dtype get `dtype`. `digest` takes in each. Raises ModelError
+    naming `where` and every wrong tensor before anything is allocated, and ModelError for a file
+    that fails while read.
     """
     problems = [*_divisibility(specs, plan), *check_tensors(specs, tensors, ignored)]
     if problems:
         raise ModelError(where, problems)
     params: dict[str, jax.Array] = {}
-    for name, packed in _packed(specs, tensors, jnp.dtype(dtype)):
-        params[name] = _place(packed, plan.sharding(mesh, specs[name].axes))
+    for name, packed in packed_params(specs, tensors, jnp.dtype(dtype)):
+        if digest is not None:
+            digest.add(name, packed)
+        params[name] = place_param(packed, plan.sharding(mesh, specs[name].axes))
         progress("loading weights", len(params), len(specs))
     return params
 
@@ -134,10 +139,13 @@ def _divisibility(specs: Mapping[str, ParamSpec], plan: MeshPlan) -> list[str]:
     ]
 
 
-def _packed(
+def packed_params(
     specs: Mapping[str, ParamSpec], tensors: TensorReader, dtype: jnp.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array in its final dtype) in order, reading ahead by `_READERS` parameters."""
+    """Yields (name, array in its final dtype) in order, reading ahead by `_READERS` parameters.
+
+    The tensors have passed `check_tensors`. Raises ModelError for a file that fails while read.
+    """
     with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
         ahead: collections.deque[tuple[str, Future[np.ndarray]]] = collections.deque()
         waiting = iter(specs.items())
@@ -158,7 +166,7 @@ def _pack(name: str, spec: ParamSpec, tensors: TensorReader, dtype: jnp.dtype) -
     return np.ascontiguousarray(packed, dtype=jnp.dtype(spec.dtype or dtype))
 
 
-def _place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def place_param(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Puts each device's shard, and only it, on that device."""
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
