@@ -85,6 +85,12 @@ class BatchConfig:
     concurrency: int = dataclasses.field(
         default=0, metadata={"help": "Requests in the engine at once; 0: twice what a step takes."}
     )
+    chat_template: str | None = dataclasses.field(
+        default=None, metadata={"help": "File with a chat template to use in place of the model's."}
+    )
+    tool_call_parser: str = dataclasses.field(
+        default="auto", metadata={"help": "How the model writes tool calls, as for a server."}
+    )
     scripted_engine: str | None = dataclasses.field(
         default=None, metadata={"help": "JSON settings of an engine without a model, for tests."}
     )
@@ -198,11 +204,14 @@ class Batch:
         self._client.on_progress = lambda p: fetching(p.what, p.done, p.total)
         self._client.connect()
         script = read_script(self._config.scripted_engine)
+        serving = ServerConfig(
+            chat_template=self._config.chat_template, tool_call_parser=self._config.tool_call_parser
+        )
         launch = Launch(f"ipc://{folder}/engine", config, script)
         child = await start_child("polyjax.engine.process", msgspec.json.encode(launch))
         try:
             info = await _first(self._client.ready(), child.wait())
-            model = ServedModel.build(files, tokenizer, info, ServerConfig())
+            model = ServedModel.build(files, tokenizer, info, serving)
             # Only a model that was asked for by name can be asked for wrongly.
             self._model = dataclasses.replace(model, any_name=self._engine_config.model is None)
             await self._answer_all(2 * info.max_num_seqs)

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests" / "goldens" / "llama" / "gqa"  # for its tokenizer and chat template
 SCRIPT = {"step_s": 0.01, "vocab_size": 264, "fail_token": 7}
+END = 257  # the token <|end|>
 
 
 def request(number, url="/v1/completions", **body):
@@ -124,3 +125,27 @@ def test_an_engine_that_dies_ends_the_run_with_what_was_answered(batch):
     child = batch("--concurrency=1", script={**SCRIPT, "crash_token": 9})
     assert "engine" in finish(child, 1)
     assert len(results(batch.output)) == 6
+
+
+def test_tool_calls(batch, tmp_path):
+    """The engine repeats its prompt: the last message and an end token."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if tools %}{% endif %}{{ messages[-1].content }}<|end|>")
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    chat = {"prompt": None, "messages": [{"role": "user", "content": call}], "max_tokens": None}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    url = "/v1/chat/completions"
+    lines = [
+        request(0, url, **chat, tools=tools, temperature=0),
+        request(1, url, **chat, tools=[{"type": "function"}]),
+    ]
+    batch.input.write_text("\n".join(lines))
+    flags = (f"--chat_template={template}", "--tool_call_parser=hermes")
+    script = {**SCRIPT, "eos_token_ids": [END]}
+    finish(batch(*flags, script=script))
+    answer, refusal = (r["response"] for r in sorted(results(batch.output), key=lambda r: r["id"]))
+    [choice] = answer["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert refusal["status_code"] == 400
+    assert "tool_call_parser" in finish(batch("--tool_call_parser=herms"), 1)

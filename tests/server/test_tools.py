@@ -23,7 +23,7 @@ from polyjax.server.config import ServerConfig
 from tests.server.serving import Server, running, write_model
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = "{# {{ tools }} #}{% if tools %}{% endif %}{{ messages[-1].content }}<|end|>"
+TEMPLATE = "{% if tools %}{% endif %}{{ messages[-1].content }}<|end|>"
 SHOWS_PROMPT = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
