@@ -4,7 +4,7 @@
     model = CostModel.load(path, chip)                 # silent where the file does not fit
     model.update(trials, workloads)                    # ledger trials; {workload key: Workload}
     guess = model.predict(kernel, workload, points)    # Prediction: us, low_us, high_us [points]
-    prior = model.prior(kernel, workload)              # an agent's Predictor: point -> us
+    prior = model.prior(kernel, workload, points)      # an agent's Predictor: point -> us
     model.save(path)
 
 A trial is learned from if its status is "passed", its `target` is a workload key and its
