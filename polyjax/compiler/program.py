@@ -260,11 +260,13 @@ _FORMS: dict[Kind, _Form] = {
 class _Tracing:
     """One trace of one program: the model's structure, the ops it calls, the layout it reads."""
 
-    def __init__(self, request: ProgramRequest, mesh: Mesh, avals: StateAvals):
+    def __init__(
+        self, request: ProgramRequest, mesh: Mesh, avals: StateAvals, platform: str | None = None
+    ):
         self.spec = request.spec
         self.avals = avals
         self.abstract = abstract_model(request.spec, Placement(request.plan.mesh, mesh))
-        platform = mesh.devices.flat[0].platform
+        platform = platform or mesh.devices.flat[0].platform
         catalogue = with_kernel_files(CATALOGUE, request.plan.sources)
         self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
@@ -321,7 +323,8 @@ def compile_program(request: ProgramRequest, mesh: Mesh) -> StepProgram:
     """Traces, lowers and compiles a program ahead of time. Raises what jax or a kernel raises."""
     bypass_jax_cache()
     started = time.perf_counter()
-    lowered, ops = lower_program(request, mesh)
+    trace, ops = trace_program(request, mesh)
+    lowered = trace.lower()
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(request.plan.compiler_options) or None)
     used = tuple((workload.key, name) for workload, name in ops.used)
@@ -355,11 +358,16 @@ def loaded_program(
     return StepProgram(request.key, request.plan.digest, executable, used, abi, trace_s, compile_s)
 
 
-def lower_program(request: ProgramRequest, mesh: Mesh) -> tuple[jax.stages.Lowered, Ops]:
-    """Returns the lowered program and the ops object of its trace."""
+def trace_program(
+    request: ProgramRequest, mesh: Mesh, platform: str | None = None
+) -> tuple[jax.stages.Traced, Ops]:
+    """Returns the traced program and the ops object of its trace.
+
+    `platform` is what it is traced for where that is another than the mesh's own.
+    """
     form = _FORMS[request.key.kind]
     avals = state_avals(request.spec, request.plan.mesh, mesh)
-    model = _Tracing(request, mesh, avals)
+    model = _Tracing(request, mesh, avals, platform)
     replicated = request.plan.mesh.sharding(mesh, ())
     state = [_state_avals(model, avals, name) for name, _ in form.state]
     args = [*state, *_step_inputs(request, avals, replicated)]
@@ -378,7 +386,7 @@ def lower_program(request: ProgramRequest, mesh: Mesh) -> tuple[jax.stages.Lower
         donate_argnums=tuple(i for i, (_, donated) in enumerate(form.state) if donated),
         keep_unused=True,  # the ABI lists every array of state, read or not
     )
-    return jitted.trace(*args).lower(), model.ops
+    return jitted.trace(*args), model.ops
 
 
 def abstract_call(request: ProgramRequest, mesh: Mesh) -> Callable[[Ops], Any]:
