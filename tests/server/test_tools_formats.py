@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ def events_by_character(format_name: str, text: str) -> list[list[Event]]:
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool_call>\n", "\n</tool_call>", "<tool_", "</tool", "<"),
     *("<|python_tag|>", "<|python", ";", " ; ", "text", " ", "\n", "é🙂"),
+    *("[TOOL_CALLS]", "[TOOL_CALLS] [", "[TOOL_", ", ", "] "),
     *('{"name": "f", "arguments": {}}', '{"name": "g", "parameters": {"a": [1, {"b": null}]}}'),
     *('{"name": "f", ', '"name": "g"', '"arguments": {', '"parameters": ', '"arguments": "{}"'),
     *('{"arguments": {"a": 1}, "name": "h"}', '{"name": "é\\u00e9", "arguments": {"x": "}"}}'),
@@ -211,11 +213,40 @@ def test_llama3_json(text: str, content: str, calls: list[tuple[str, str]]) -> N
     assert read("llama3_json", [text]) == (content, calls)
 
 
+LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Hello [you]", "Hello [you]", []),
+        (LIST, "", [("f", '{"a": 1}'), ("g", "{}")]),
+        (f"Wait. {LIST} \n", "Wait.", [("f", '{"a": 1}'), ("g", "{}")]),
+        (LIST.replace(" ", ""), "", [("f", '{"a":1}'), ("g", "{}")]),
+        (LIST[:-1], "", [("f", '{"a": 1}'), ("g", "{}")]),
+        (LIST[: LIST.index(", {") + 1], "", [("f", '{"a": 1}')]),
+        ("a [TOOL_CALLS] b", "a [TOOL_CALLS] b", []),
+        ("[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]f[ARGS]{}", []),
+        ('[TOOL_CALLS] [{"a": 1}]', '[TOOL_CALLS] [{"a": 1}]', []),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+    ],
+)
+def test_mistral(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read("mistral", [text]) == (content, calls)
+
+
+def test_ids_of_calls() -> None:
+    assert FORMATS["hermes"].new_id().startswith("call_")
+    assert re.fullmatch("[a-zA-Z0-9]{9}", FORMATS["mistral"].new_id())
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ('... {\'<tool_call>\\n{"name": "\' ...', "hermes"),
         ('<|start_header_id|> ... {"name": ..., "parameters": ...}', "llama3_json"),
+        ("[TOOL_CALLS] [", "mistral"),
+        ("[TOOL_CALLS]f[ARGS]", None),
         ("<tool_call>\n<function=f>", None),
         ("<tool_call>f\n<arg_key>", None),
         ("{{ tools | tojson }}", None),

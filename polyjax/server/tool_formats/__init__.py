@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyjax.server.tool_formats import hermes, llama3_json
+from polyjax.server.tool_formats import hermes, llama3_json, mistral
 from polyjax.server.tool_formats.contract import ToolFormat
 
 FORMATS = {
@@ -10,6 +10,7 @@ FORMATS = {
     for module in (
         hermes,
         llama3_json,
+        mistral,
     )
 }
 

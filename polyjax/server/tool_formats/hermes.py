@@ -13,7 +13,7 @@ from polyjax.server.tool_formats.contract import (
     call_rules,
 )
 from polyjax.server.tool_formats.json_call import JsonCall
-from polyjax.server.tool_formats.pieces import begun_at_end
+from polyjax.server.tool_formats.pieces import until_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Templates with the same marks around something else: Qwen3-Coder's and GLM-4.5's.
@@ -59,20 +59,11 @@ class Parser:
     def _read_content(self, is_end: bool) -> bool:
         if self._follows_call and (not self._has_content or (is_end and self._text.isspace())):
             self._text = self._text.lstrip()
-        at = self._text.find(OPEN)
-        end = len(self._text)
-        if at >= 0:
-            end = len(self._text[:at].rstrip())
-        elif not is_end:
-            end = len(self._text[: begun_at_end(self._text, OPEN)].rstrip())
-        self._emit_content(self._text[:end])
-        if at < 0:
-            self._text = self._text[end:]
+        content, mark, self._text = until_mark(self._text, OPEN, is_end)
+        self._emit_content(content)
+        if not mark:
             return False
-        self._before_call, self._text = (
-            self._text[end : at + len(OPEN)],
-            self._text[at + len(OPEN) :],
-        )
+        self._before_call = mark
         self._read = self._read_opening
         return True
 
