@@ -8,10 +8,22 @@ from typing import Any
 import numpy as np
 
 from polyjax.compiler.state import StateSpec
-from polyjax.core.batch_layout import SAMPLES, SAMPLING_FLOATS, SAMPLING_INTS, BatchLayout
+from polyjax.core.batch_layout import (
+    SAMPLES,
+    SAMPLING_FLOATS,
+    SAMPLING_INTS,
+    BatchLayout,
+    PackedBatch,
+)
 from polyjax.core.buckets import Bucket
 
 _NEUTRAL = {"top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def set_neutral_sampling(batch: PackedBatch) -> None:
+    """Makes every row of a packed batch greedy without filters, as inactive rows have to be."""
+    floats = [_NEUTRAL.get(name, 0.0) for name in SAMPLING_FLOATS]
+    batch.sampling_floats[:] = np.array(floats, np.float32).view(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +92,10 @@ class ScratchSpace:
         flat = np.zeros(layout.size, np.int32)
         batch = layout.split(flat)
         batch.slots[:] = self.spec.num_slots
-        floats = [_NEUTRAL.get(name, 0.0) for name in SAMPLING_FLOATS]
-        batch.sampling_floats[:] = np.array(floats, np.float32).view(np.int32)
+        set_neutral_sampling(batch)
+        # By the rows there are, not by the bucket: they get the same pages in every bucket.
+        writable = self.spec.scratch_pages - self.num_read
+        share = writable // max(len(rows.tokens), 1) if read_only else None
         for row, tokens in enumerate(rows.tokens):
             batch.tokens[row, : len(tokens)] = tokens
             batch.query_lens[row] = len(tokens)
@@ -90,20 +104,20 @@ class ScratchSpace:
             temperature = np.float32(rows.temperatures[row])
             batch.sampling_floats[row, 0] = temperature.view(np.int32)
             batch.sampling_ints[row, SAMPLING_INTS.index("seed")] = rows.seeds[row]
-            self._set_pages(batch, row, len(tokens), int(rows.context_lens[row]), read_only)
+            self._set_pages(batch, row, len(tokens), int(rows.context_lens[row]), share)
         return flat
 
-    def _set_pages(self, batch: Any, row: int, length: int, context: int, read_only: bool) -> None:
+    def _set_pages(
+        self, batch: Any, row: int, length: int, context: int, share: int | None
+    ) -> None:
         size = self.spec.page_size
         start = context - length
-        writable = self.spec.scratch_pages - self.num_read
-        share = writable // max(min(batch.slots.shape[0], writable), 1)
         for index, group in enumerate(self.groups):
             scratch = self.spec.num_pages[index] - self.spec.scratch_pages
             first = max(0, start - group.window + 1) // size if group.window else 0
             batch.first_pages[index, row] = first
             for logical in range(first, -(-context // size)):
                 page = logical % self.num_read
-                if read_only and logical >= start // size:
+                if share is not None and logical >= start // size:
                     page = self.num_read + row * share + (logical - start // size)
                 batch.page_tables[index, row, logical - first] = scratch + page

@@ -62,6 +62,22 @@ def wrapped(program: StepProgram, wrap: Callable[..., Any]) -> StepProgram:
     return dataclasses.replace(program, executable=executable)
 
 
+def test_a_smaller_bucket_reads_what_the_larger_one_reads(
+    programs: dict[ProgramKey, StepProgram], state: DeviceState
+) -> None:
+    """Rows lie on the same pages in both, whatever earlier checks left there."""
+    key = ProgramKey(Kind.DECODE_GREEDY, Bucket(1, 4, 8))
+    mesh = tiny_llama.request(Kind.ADMIT).plan.mesh.mesh()
+    larger = compile_program(tiny_llama.request(key.kind, key.bucket, spec=SPEC), mesh)
+    score = ProgramKey(Kind.SCORE, Bucket(4, 1, 0))
+    scores = compile_program(tiny_llama.request(score.kind, score.bucket, spec=SPEC), mesh)
+    in_force = {k: p for k, p in programs.items() if k != DECODE} | {key: larger, score: scores}
+    gate = EquivalenceGate(SPEC, state, in_force, seed=3)
+    for candidate in (larger, programs[DECODE], larger, programs[DECODE]):
+        verdict = gate.check(candidate)
+        assert verdict.passed, verdict.reason
+
+
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_program_equals_itself(
     programs: dict[ProgramKey, StepProgram], state: DeviceState, key: ProgramKey
