@@ -37,19 +37,18 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     ):
         field = f"{where}.tool_call_id"
         raise RequestError(f"{field} must be the id of the call that this answers", field)
-    _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
-    given = {
-        key: value
-        for key, value in message.items()
-        if value is not None and (key != "tool_calls" or value)
-    }
+    given = {key: value for key, value in message.items() if value is not None}
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return {**given, "content": _text(content, f"{where}.content")}
 
 
-def _check_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list | None):
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls with the fields in the order in which models write them."""
+    if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list", where)
-    for i, call in enumerate(calls or ()):
+    ordered = []
+    for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise RequestError(f"{where}[{i}] must be a call of a function", f"{where}[{i}]")
@@ -57,6 +56,9 @@ def _check_calls(calls: Any, where: str) -> None:
             if not isinstance(function.get(field), str):
                 field = f"{where}[{i}].function.{field}"
                 raise RequestError(f"{field} must be a string", field)
+        spelled = {"name": function["name"], "arguments": function["arguments"]}
+        ordered.append({**call, "type": "function", "function": spelled})
+    return ordered
 
 
 def _text(content: Any, where: str) -> str:

@@ -131,17 +131,13 @@ def requested(body: ChatBody, support: ToolSupport) -> ToolUse | None:
 
 
 def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools that `read_functions` accepted, as a chat template shows them to the model."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "parameters": _NO_PARAMETERS,
-                **{k: v for k, v in tool["function"].items() if k != "strict" and v is not None},
-            },
-        }
-        for tool in tools
-    ]
+    """Tools that `read_functions` accepted, as chat templates expect them, in their usual order."""
+    shown = []
+    for tool in tools:
+        given = {k: v for k, v in tool["function"].items() if k != "strict" and v is not None}
+        usual = {"name": given["name"], "description": "", "parameters": _NO_PARAMETERS}
+        shown.append({"type": "function", "function": {**usual, **given}})
+    return shown
 
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}

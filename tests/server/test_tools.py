@@ -27,8 +27,8 @@ TEMPLATE = "{% if tools %}{% endif %}{{ messages[-1].content }}<|end|>"
 SHOWS_PROMPT = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for call in m.tool_calls %}{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}"
+    "{% endfor %}{{ m.tool_call_id }}{% endfor %}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Örebro", "days": 3}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
@@ -206,7 +206,7 @@ def showing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_tools_and_calls_reach_the_prompt(showing: Server) -> None:
-    call = {"name": "weather", "arguments": '{"city":"Örebro"}'}
+    call = {"arguments": '{"city":"Örebro"}', "name": "weather"}  # as the openai client has it
     messages = [
         {"role": "user", "content": "Q", "name": None},
         {
@@ -218,10 +218,11 @@ def test_tools_and_calls_reach_the_prompt(showing: Server) -> None:
         {"role": "assistant", "content": "Cold", "tool_calls": None, "refusal": None},
     ]
     prompt = prompt_of(showing, messages=messages, tools=[tool("f", WEATHER, strict=True)])
-    shown = {"type": "function", "function": {"parameters": WEATHER, "name": "f"}}
+    shown = {"name": "f", "description": "", "parameters": WEATHER}
     assert prompt == (
-        json.dumps(shown) + '[user]Q[assistant]weather{"city": "Örebro"}[tool]12 °Ccall_1'
-        "[assistant]Cold"
+        json.dumps({"type": "function", "function": shown})
+        + '[user]Q[assistant]{"name": "weather", "arguments": {"city": "Örebro"}}'
+        + "[tool]12 °Ccall_1[assistant]Cold"
     )
     assert prompt_of(showing, messages=messages[:1]) == "[user]Q"
 
