@@ -57,7 +57,8 @@ from polyjax.engine.programs import PlanPrograms
 from polyjax.engine.step import SchedulerLimits
 from polyjax.engine.types import EngineConfig
 from polyjax.io.digest import ParamsDigest
-from polyjax.io.files import ModelFiles, Progress
+from polyjax.io.files import ModelFiles, Progress, open_model
+from polyjax.io.grammar import GrammarCompiler
 from polyjax.io.load import load_params, random_params
 
 log = logging.getLogger("polyjax.engine")
@@ -137,6 +138,16 @@ def load_weights(
             digest=digest,
         )
     return tuple(params.values())
+
+
+def grammar_compiler(config: EngineConfig, model: OpenedModel) -> GrammarCompiler:
+    """Compiles grammars for the tokenizer that requests are tokenized with.
+
+    Raises ConfigError or ModelError where structured output cannot be served.
+    """
+    files = open_model(config.tokenizer) if config.tokenizer else model.files
+    text = files.open_tokenizer().to_str()
+    return GrammarCompiler(text, model.config.vocab_size, model.eos_token_ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyjax.core.errors import RequestError
 from polyjax.engine.roster import Roster
 from polyjax.engine.sequence import Sequence, SequenceStatus
 from polyjax.engine.step import Launch, LaunchResult, SchedulerCounters
@@ -21,7 +22,10 @@ class Committer:
         self._page_size = roster.allocator.page_size
 
     def commit(self, launch: Launch, result: LaunchResult) -> list[RequestOutput]:
-        """Returns an output for every row that sampled a token or ended."""
+        """Returns an output for every row that sampled a token or ended.
+
+        One whose document ended without an end token has a second output, without a token.
+        """
         if launch.prompt_logprobs:
             _collect_prompt_logprobs(launch, result)
         outputs: list[RequestOutput] = []
@@ -40,23 +44,22 @@ class Committer:
                     len(known) < sequence.event_total
                     and token not in sequence.stop_ids
                     and all_logprobs is None
+                    and sequence.constraint is None
                 ):  # most tokens are only passed on; positional arguments, because they are faster
                     output = RequestOutput(sequence.id, [token], None, None, None, None, 0, epoch)
+                    outputs.append(output)
                 else:
                     logprobs = all_logprobs[row] if all_logprobs is not None else None
-                    output = self._commit_token(sequence, token, logprobs)
+                    outputs += self._commit_token(sequence, token, logprobs)
             elif launch.starts[row] + launch.num_tokens[row] >= sequence.max_total:
-                output = self._commit_prompt(sequence)
-            else:
-                continue
-            outputs.append(output)
+                outputs.append(self._commit_prompt(sequence))
         self._counters.generation_tokens += generated
         return outputs
 
     def _commit_token(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
-    ) -> RequestOutput:
-        """The output for a token just appended, whatever it means for its sequence."""
+    ) -> list[RequestOutput]:
+        """The outputs for a token just appended, whatever it means for its sequence."""
         output = RequestOutput(sequence.id, [token], epoch=self._epoch)
         known = len(sequence.token_ids)
         if logprobs is not None and sequence.params.logprobs is not None:
@@ -66,6 +69,9 @@ class Committer:
         if token in sequence.stop_ids:  # never before min_tokens: the launch bans them
             output.finish_reason = FinishReason.STOP
             output.stop_reason = None if token in sequence.eos_ids else token
+        elif ending := self._ending(sequence, token):
+            self._finish(sequence)
+            return [output, ending]
         elif known >= sequence.max_total:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is None:
@@ -74,7 +80,22 @@ class Committer:
             sequence.event_total = min(sequence.max_total, next_page)
         else:
             self._finish(sequence)
-        return output
+        return [output]
+
+    def _ending(self, sequence: Sequence, token: int) -> RequestOutput | None:
+        """The last output of a sequence whose grammar ends with `token`, or cannot go on after it.
+
+        It is one of its own, because clients take the last token of a stop for no part of the text.
+        """
+        if sequence.constraint is None:
+            return None
+        try:
+            ended = sequence.constraint.take(token)
+        except RequestError as error:
+            return error_output(sequence, error, self._epoch)
+        if not ended:
+            return None
+        return RequestOutput(sequence.id, [], FinishReason.STOP, epoch=self._epoch)
 
     def _commit_prompt(self, sequence: Sequence) -> RequestOutput:
         """The output of a request with max_tokens 0, whose prompt is computed."""
@@ -96,6 +117,18 @@ class Committer:
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished_s = self._now_s
         self._roster.finish(sequence)
+
+
+def error_output(sequence: Sequence, error: RequestError, epoch: int = 0) -> RequestOutput:
+    """The last output of a sequence whose request is wrong; clients see `error` with its status."""
+    return RequestOutput(
+        sequence.id,
+        [],
+        FinishReason.ERROR,
+        epoch=epoch,
+        error=str(error),
+        error_param=error.param,
+    )
 
 
 def _collect_prompt_logprobs(launch: Launch, result: LaunchResult) -> None:

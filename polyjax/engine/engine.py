@@ -17,6 +17,7 @@ from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
 from polyjax.engine.checkpoint import CheckpointReader, first_weights
 from polyjax.engine.compile_watch import CompileWatch
+from polyjax.engine.constraints import Constraints
 from polyjax.engine.install import Installer
 from polyjax.engine.kernels import KernelIntake
 from polyjax.engine.launcher import Launcher, RunningStep
@@ -58,6 +59,7 @@ class Engine:
         device = self.mesh.devices.flat[0]
         files = open_model(config.model, progress)
         model = build.open_served_model(config, files, device.platform)
+        self.constraints = Constraints(lambda: build.grammar_compiler(config, model))
         digest = ParamsDigest()
         params = build.load_weights(config, model, self.mesh, mesh_plan, progress, digest)
         jax.block_until_ready(params)
@@ -80,6 +82,7 @@ class Engine:
         self.installer = Installer(self.source, self.state, self.programs, compiler, calls)
         self.kernels = KernelIntake(self.source, self.programs, self.installer, self._record)
         self.scheduler = self._make_scheduler(sizing, model)
+        self.constraints.wait_until_made()
         self.phases = PhaseClock()
         max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
         packer = BatchPacker(sizing.spec.num_slots, len(model.config.kv_groups()), max_pages)
@@ -117,11 +120,15 @@ class Engine:
         if not self.sleeper.is_awake:
             self.step_number += 1
             return self._take_outputs()
+        for sequence, refusal in self.constraints.collect():
+            self._outputs.append(self.scheduler.refuse(sequence, refusal))
         batch = self.scheduler.next_batch()
         self.phases.mark("schedule")
         running = self._launch(batch) if batch else None
         committed = self._commit(self.in_flight)
-        self.in_flight = running if committed else None
+        self.in_flight = self._sample(running) if running and committed else None
+        if batch is None and not self._outputs:
+            self.constraints.wait(IDLE_WAIT_S)
         return self._end_step(batch)
 
     def _launch(self, batch: ScheduledStep) -> RunningStep | None:
@@ -134,6 +141,16 @@ class Engine:
             if self._commit(earlier):
                 self._recover(batch, error)
             return None
+
+    def _sample(self, running: RunningStep) -> RunningStep | None:
+        """Dispatches the samplers that waited for the step before to be committed."""
+        try:
+            self.launcher.sample(running)
+        except Exception as error:
+            log.exception("step %d could not be sampled", self.step_number)
+            self._recover(running.step, error)
+            return None
+        return running
 
     def _commit(self, running: RunningStep | None) -> bool:
         """Takes in what a step made; False if it failed, which voids the steps after it, too."""
@@ -209,7 +226,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self._check_token_ids(request)
-        self.scheduler.add(request)
+        if request.params.grammar is None:
+            self.scheduler.add(request)
+            return
+        self.constraints.check_available()
+        self.constraints.begin(self.scheduler.add(request))
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -220,6 +241,7 @@ class Engine:
         self.installer.close()
         self.weights.close()
         self.sleeper.close()
+        self.constraints.close()
         self.in_flight = None
         with contextlib.suppress(RuntimeError):  # pools that a failed step took along
             jax.block_until_ready(self.state.kv)

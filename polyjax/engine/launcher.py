@@ -17,11 +17,11 @@ from polyjax.engine.batch import BatchPacker
 from polyjax.engine.phases import PhaseClock
 from polyjax.engine.programs import PlanPrograms
 from polyjax.engine.sampling import (
-    ban_mask,
     needs_slot_row,
     prompt_targets,
     read_scores,
     slot_row,
+    token_mask,
 )
 from polyjax.engine.sequence import SamplerKind, Sequence
 from polyjax.engine.state import DeviceState
@@ -39,21 +39,35 @@ _SAMPLERS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunningLaunch:
-    """Device arrays that a launch will have filled: tokens [B], scores of them, of the prompt."""
+    """Device arrays that a launch will have filled: tokens [B], scores of them, of the prompt.
+
+    `flat` is what it was packed into, `hidden` [B,D] is of each row's last token. While it is not
+    `sampled`, `tokens` are at most what the forward program chose by itself, and `all_hidden`
+    [B*T,D] is of every token of a prefill.
+    """
 
     launch: Launch
+    flat: Int32Array
+    hidden: jax.Array
     tokens: jax.Array | None
-    scores: jax.Array | None
-    prompt_scores: jax.Array | None
-    targets: Int32Array | None
+    all_hidden: jax.Array | None = None
+    scores: jax.Array | None = None
+    prompt_scores: jax.Array | None = None
+    targets: Int32Array | None = None
+    sampled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class RunningStep:
-    """A step on the device; `epoch` numbers the plan that computes it."""
+    """A step on the device; `epoch` numbers the plan that computes it.
+
+    Launches that wait for the step before to be committed, because a grammar's mask depends on it,
+    are not sampled until `Launcher.sample`.
+    """
 
     step: ScheduledStep
-    launches: tuple[RunningLaunch, ...]
+    launches: list[RunningLaunch]
+    programs: PlanPrograms
     epoch: int
 
 
@@ -73,7 +87,7 @@ class Launcher:
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
     def launch(self, step: ScheduledStep, programs: PlanPrograms, epoch: int) -> RunningStep:
-        """Dispatches all programs of a step; returns before they have run."""
+        """Dispatches a step's programs; returns before they have run. `sample` must follow."""
         for sequence in step.admitted:
             self._set_slot(sequence, programs)
         self._packer.update(step)
@@ -81,9 +95,17 @@ class Launcher:
         for launch in step.launches:
             flat = self._packer.pack(launch)
             self._clock.mark("pack")
-            running.append(self._run(launch, flat, programs))
+            forwarded = self._forward(launch, flat, programs)
+            running.append(forwarded if launch.constrained else self._sample(forwarded, programs))
             self._clock.mark("dispatch")
-        return RunningStep(step, tuple(running), epoch)
+        return RunningStep(step, running, programs, epoch)
+
+    def sample(self, running: RunningStep) -> None:
+        """Dispatches what had to wait until the step before was committed, if anything."""
+        for index, launch in enumerate(running.launches):
+            if not launch.sampled:
+                running.launches[index] = self._sample(launch, running.programs)
+                self._clock.mark("dispatch")
 
     def read(self, running: RunningStep) -> list[LaunchResult]:
         """Waits for a step and brings its results to the host. Raises what the device raised."""
@@ -107,11 +129,12 @@ class Launcher:
         self._state.sampling = admit(self._state.sampling, np.int32(sequence.slot), row)
         (self._used_slots.add if used else self._used_slots.discard)(sequence.slot)
 
-    def _run(self, launch: Launch, flat: Int32Array, programs: PlanPrograms) -> RunningLaunch:
-        tokens, hidden, all_hidden = self._forward(launch, flat, programs)
+    def _sample(self, forwarded: RunningLaunch, programs: PlanPrograms) -> RunningLaunch:
+        """Dispatches what follows the forward program: choosing tokens, and scores."""
+        launch, tokens, hidden = forwarded.launch, forwarded.tokens, forwarded.hidden
         missing = launch.sampler is SamplerKind.FULL or tokens is None
         if launch.sampler is not SamplerKind.NONE and missing:
-            tokens = self._sample(launch, flat, hidden, programs)
+            tokens = self._tokens(launch, forwarded.flat, hidden, programs)
         scores = prompt_scores = targets = None
         if launch.num_logprobs is not None:
             score = programs[ProgramKey(Kind.SCORE, Bucket(launch.bucket.sequences, 1, 0))]
@@ -119,21 +142,26 @@ class Launcher:
         if launch.prompt_logprobs:
             targets = prompt_targets(launch)
             score = programs[ProgramKey(Kind.SCORE, Bucket(len(targets), 1, 0))]
-            prompt_scores = score(self._state.head, all_hidden, targets)
+            prompt_scores = score(self._state.head, forwarded.all_hidden, targets)
         for array in (tokens, scores, prompt_scores):
             if array is not None:
                 array.copy_to_host_async()
         if self._one_at_a_time:
             jax.block_until_ready((self._state.kv, tokens, scores, prompt_scores))
-        return RunningLaunch(launch, tokens, scores, prompt_scores, targets)
+        return RunningLaunch(
+            *(launch, forwarded.flat, hidden, tokens),
+            scores=scores,
+            prompt_scores=prompt_scores,
+            targets=targets,
+            sampled=True,
+        )
 
-    def _forward(self, launch: Launch, flat: Int32Array, programs: PlanPrograms) -> Any:
-        """Returns (tokens if sampled, last hidden [B,D], a prefill's hidden states [B*T,D])."""
+    def _forward(self, launch: Launch, flat: Int32Array, programs: PlanPrograms) -> RunningLaunch:
         state, bucket = self._state, launch.bucket
         if not launch.decode:
             program = programs[ProgramKey(Kind.PREFILL, bucket)]
             state.kv, hidden, all_hidden = program(state.params, state.kv, state.last_tokens, flat)
-            return None, hidden, all_hidden
+            return RunningLaunch(launch, flat, hidden, None, all_hidden)
         noisy = ProgramKey(Kind.DECODE_GUMBEL, bucket)
         fused = launch.sampler is SamplerKind.GUMBEL and noisy in programs.programs
         program = programs[noisy if fused else ProgramKey(Kind.DECODE_GREEDY, bucket)]
@@ -141,9 +169,9 @@ class Launcher:
             state.params, state.kv, state.last_tokens, flat
         )
         sampled = fused or launch.sampler in (SamplerKind.GREEDY, SamplerKind.NONE)
-        return tokens if sampled else None, hidden, None
+        return RunningLaunch(launch, flat, hidden, tokens if sampled else None)
 
-    def _sample(
+    def _tokens(
         self, launch: Launch, flat: Int32Array, hidden: Any, programs: PlanPrograms
     ) -> jax.Array:
         state, count = self._state, launch.bucket.sequences
@@ -152,7 +180,7 @@ class Launcher:
         if launch.sampler is not SamplerKind.FULL:
             state.last_tokens, tokens = program(state.head, state.last_tokens, hidden, rows)
             return tokens
-        mask = ban_mask(launch, state.spec.mask_words)
+        mask = token_mask(launch, state.spec.mask_words)
         allowed = self._open_mask(count) if mask is None else mask
         state.last_tokens, state.sampling, tokens = program(
             state.head, state.last_tokens, state.sampling, hidden, rows, allowed

@@ -30,9 +30,13 @@ class Roster:
         self.by_id[sequence.id] = sequence
         insort(self.waiting, sequence, key=_by_key)
 
-    def start_first(self, computed: int) -> None:
-        """Runs the first waiting sequence, which has its pages and `computed` tokens in them."""
-        sequence = self.waiting.pop(0)
+    def first_ready(self) -> Sequence | None:
+        """The first waiting sequence whose grammar, if it has one, is compiled."""
+        return next((sequence for sequence in self.waiting if sequence.ready), None)
+
+    def start(self, sequence: Sequence, computed: int) -> None:
+        """Runs a waiting sequence, which has its pages and `computed` tokens in them."""
+        self.waiting.remove(sequence)
         insort(self.running, sequence, key=_by_key)
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self.free_slots.pop()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from polyjax.compiler.sampling import MAX_TOP_LOGPROBS, SamplingState
 from polyjax.compiler.state import MAX_LOGIT_BIAS
-from polyjax.engine.sequence import Sequence
+from polyjax.engine.sequence import Sequence, SequenceStatus
 from polyjax.engine.step import Launch
 from polyjax.engine.types import TokenLogprobs
 
@@ -38,20 +38,27 @@ def slot_row(sequence: Sequence | None, vocab_size: int) -> SamplingState:
     return SamplingState(counts, seen, ids, values)
 
 
-def ban_mask(launch: Launch, words: int) -> Int32Array | None:
-    """[B,words] int32 allowing every token but the stop tokens of rows below `min_tokens`.
+def token_mask(launch: Launch, words: int) -> Int32Array | None:
+    """[B,words] int32, bit 1 allows a token: what grammars say of their rows, as of now, and all
+    but the stop tokens of rows below `min_tokens`.
 
-    None where nothing is banned.
+    None where everything is allowed. A fresh array: a device transfer may still read the last one.
     """
-    if not any(launch.bans_stop):
+    if not launch.constrained and not any(launch.bans_stop):
         return None
-    mask = np.full((launch.bucket.sequences, words), -1, np.int32).view(np.uint32)
+    mask = np.full((launch.bucket.sequences, words), -1, np.int32)
+    if launch.constrained:
+        for row, sequence in enumerate(launch.sequences):
+            ended = sequence.status is SequenceStatus.FINISHED
+            if sequence.constraint is not None and not ended:
+                mask[row] = sequence.constraint.mask
+    bits = mask.view(np.uint32)
     for row, sequence in enumerate(launch.sequences):
         if launch.bans_stop[row]:
             for token in sequence.stop_ids:
                 if token // 32 < words:
-                    mask[row, token // 32] &= np.uint32(~(1 << (token % 32)) & 0xFFFFFFFF)
-    return mask.view(np.int32)
+                    bits[row, token // 32] &= np.uint32(~(1 << (token % 32)) & 0xFFFFFFFF)
+    return mask
 
 
 def prompt_targets(launch: Launch) -> Int32Array:

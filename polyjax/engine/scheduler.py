@@ -9,6 +9,7 @@ Policy, in this order:
 2. The rest of the token budget goes to prompts, in chunks, in the same order. While others wait,
    each chunk takes at most half of what is left, so that a short prompt passes a long one.
 3. Waiting sequences are admitted strictly in order, when their known tokens fit into free pages.
+   One whose grammar is still being compiled is passed by.
 4. A sequence that needs a page when there is none takes those of the running sequence that is last
    in order, unless that one is in this step already; it is computed again later. Each sequence fits
    alone, so in every step the first in order progresses, or one that it waits for. Nobody is
@@ -24,7 +25,7 @@ from collections.abc import Sequence as SequenceOf
 from polyjax.core.buckets import BucketLadder
 from polyjax.core.errors import ConfigError, RequestError
 from polyjax.engine.bucketing import BucketChooser
-from polyjax.engine.commit import Committer
+from polyjax.engine.commit import Committer, error_output
 from polyjax.engine.launches import Chunk, DecodeRows, decode_launches, prefill_launches
 from polyjax.engine.pages import PageAllocator
 from polyjax.engine.roster import Roster
@@ -124,6 +125,11 @@ class Scheduler:
         sequence = self._roster.by_id.get(request_id)
         if sequence is not None:
             self._roster.finish(sequence)
+
+    def refuse(self, sequence: Sequence, error: RequestError) -> RequestOutput:
+        """Ends a living sequence, whose request turned out to be wrong, with that error."""
+        self._roster.finish(sequence)
+        return error_output(sequence, error)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -279,9 +285,12 @@ class Scheduler:
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.length
-        while budget > 0 and not self._short_of_pages and roster.waiting and roster.free_slots:
+        while budget > 0 and not self._short_of_pages and roster.free_slots:
+            first = roster.first_ready()
+            if first is None:
+                break
             others -= 1
-            admitted = self._admit(roster.waiting[0], self._share(budget, others))
+            admitted = self._admit(first, self._share(budget, others))
             if admitted is None:
                 break
             chunks.append(admitted)
@@ -326,7 +335,7 @@ class Scheduler:
         return more
 
     def _admit(self, sequence: Sequence, allowed: int) -> Chunk | None:
-        """Gives the first waiting sequence a slot, pages and a first chunk, or returns None."""
+        """Gives a waiting sequence a slot, pages and a first chunk, or returns None."""
         if sequence.num_in_flight or len(self._roster.running) >= self.limits.max_num_seqs:
             return None
         if sequence.failed_steps and self._roster.suspect:
@@ -346,7 +355,7 @@ class Scheduler:
         if allocator.enable_prefix_caching:
             self.counters.prefix_queries_tokens += known
             self.counters.prefix_hits_tokens += start
-        self._roster.start_first(computed=start)
+        self._roster.start(sequence, computed=start)
         self._admitted.append(sequence)
         self._extended.append(sequence)
         return Chunk(sequence, start, length)

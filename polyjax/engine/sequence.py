@@ -6,9 +6,13 @@ import dataclasses
 import enum
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
 from polyjax.engine.pages import SequencePages
 from polyjax.engine.types import Request, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from polyjax.engine.constraints import Constraint
 
 SortKey = tuple[int, float, int]
 
@@ -35,11 +39,12 @@ class Sequence:
     `num_total` adds the sampled tokens still in flight, known to the device only. The KV of the
     first `num_computed` tokens is written once every launched step has run. `max_total` bounds
     `num_total`: no step is scheduled beyond it. `slot` indexes the per-slot state on the device
-    (-1: none).
+    (-1: none). `constraint` is what a grammar allows next, None until it is compiled.
     """
 
     __slots__ = (
         "admitted_s",
+        "constraint",
         "eos_ids",
         "event_total",
         "failed_steps",
@@ -95,6 +100,7 @@ class Sequence:
         self.stop_ids = frozenset(self.eos_ids) | frozenset(params.stop_token_ids)
         self.sampler = sampler_kind(params)
         self.seed = random.getrandbits(32) if params.seed is None else fold_seed(params.seed)
+        self.constraint: Constraint | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs_due = params.prompt_logprobs is not None
         self.failed_steps = 0
@@ -107,6 +113,11 @@ class Sequence:
             f"Sequence({self.id!r}, {self.status.value}, slot={self.slot}, "
             f"computed={self.num_computed}, known={len(self.token_ids)}, total={self.num_total})"
         )
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be admitted as far as its grammar goes."""
+        return self.constraint is not None or self.params.grammar is None
 
     @property
     def num_in_flight(self) -> int:

@@ -58,6 +58,7 @@ class Launch:
     number of tokens the host knew when this was scheduled (`from_slot`; only rows of one token).
     `bans_stop`: the row's sampled token must not be one of its `stop_ids` (min_tokens not reached).
     `num_logprobs` is the most alternatives a sampling row asked for, None if none did.
+    `constrained`: the token of some sampling row must follow a grammar.
     """
 
     bucket: Bucket
@@ -69,6 +70,7 @@ class Launch:
     bans_stop: list[bool]
     sampler: SamplerKind
     num_logprobs: int | None = None
+    constrained: bool = False
     prompt_logprobs: bool = False
 
     @property
@@ -100,8 +102,9 @@ def make_launch(
     sampler = max([sequence.sampler for sequence in sampling], default=SamplerKind.NONE)
     if any(bans_stop):
         sampler = SamplerKind.FULL
-    num_logprobs = None
+    num_logprobs, constrained = None, False
     if sampler is SamplerKind.FULL:
+        constrained = any(sequence.constraint is not None for sequence in sampling)
         wanted = [sequence.params.logprobs for sequence in sampling]
         num_logprobs = max((count for count in wanted if count is not None), default=None)
     return Launch(
@@ -114,6 +117,7 @@ def make_launch(
         bans_stop,
         sampler,
         num_logprobs,
+        constrained,
         prompt_logprobs,
     )
 

@@ -70,6 +70,12 @@ class SamplingParams:
             _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError("min_tokens is larger than max_tokens", "min_tokens")
+        if self.grammar is not None and self.min_tokens:
+            raise RequestError(
+                "min_tokens cannot be combined with a grammar: the text ends where the grammar "
+                "lets it; ask for a minimal length in the grammar",
+                "min_tokens",
+            )
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -86,7 +92,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether pure temperature sampling suffices: no filters, penalties, bias or logprobs."""
+        """Whether pure temperature sampling suffices: no filter, penalty, bias, mask, logprobs."""
         return (
             self.top_k in (0, -1)
             and self.top_p == 1.0
@@ -95,6 +101,7 @@ class SamplingParams:
             and not self.logit_bias
             and self.logprobs is None
             and self.min_tokens == 0
+            and self.grammar is None
         )
 
     @property
