@@ -118,7 +118,10 @@ class EngineServer:
                     if self._owners.pop(request_id, None) is not None:
                         self._engine.abort(request_id)
             case messages.Admin():
-                self._channel.send(client, self._admin(message))
+                reply = self._admin(message)
+                # Before the reply: who has it may rely on what the command changed.
+                self._channel.broadcast(messages.Heartbeat(self._engine.stats()))
+                self._channel.send(client, reply)
             case messages.Hello():
                 self._channel.send(client, messages.Ready(self._engine.info))
             case messages.Stop():

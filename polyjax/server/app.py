@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from polyjax.core.errors import RequestError
-from polyjax.server import admin, completions, probes, tokens
+from polyjax.server import admin, completions, maintenance, probes, tokens
 from polyjax.server.endpoint import Endpoint, Handler
 from polyjax.server.errors import error_body
 from polyjax.server.service import Service
@@ -50,6 +50,13 @@ def build_app(service: Service) -> ASGIApp:
             route("/admin/plan/rollback", admin.roll_back, post, admins),
             route("/admin/kernels", admin.kernels, ("GET", "POST"), admins),
             route("/admin/stats", admin.statistics, keys=admins),
+            route("/admin/weights", maintenance.weights, ("GET", "POST"), admins),
+            route("/admin/sleep", maintenance.sleep, post, admins),
+            route("/admin/wake", maintenance.wake, post, admins),
+            route("/admin/is_sleeping", maintenance.is_sleeping, keys=admins),
+            route("/sleep", maintenance.vllm_sleep, post, admins),
+            route("/wake_up", maintenance.vllm_wake_up, post, admins),
+            route("/is_sleeping", maintenance.is_sleeping, keys=admins),
         ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     if config.allowed_origins:

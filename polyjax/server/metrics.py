@@ -150,7 +150,8 @@ class EngineCollector(Collector):
             f"{prefix}num_requests_waiting": (stats.waiting, "Sequences waiting for a place."),
             f"{prefix}kv_cache_usage_perc": (stats.kv_usage, "Share of KV pages in use, 0 to 1."),
             f"{prefix}gpu_cache_usage_perc": (stats.kv_usage, "Older name of kv_cache_usage_perc."),
-            "polyjax_plan_epoch": (stats.epoch, "Number of the plan in force."),
+            "polyjax_plan_epoch": (stats.epoch, "Number of the plan and weights in force."),
+            "polyjax_sleep_level": (stats.sleep_level, "0 while awake."),
             "polyjax_heartbeat_age_seconds": (
                 self._client.heartbeat_age_s,
                 "Seconds since the engine was last between two steps.",
@@ -196,6 +197,8 @@ class EngineCollector(Collector):
             phases.add_metric([*self._labels.values(), phase], duration_us)
         yield phases
         yield self._gauge("polyjax_plan_info", "Digest in force.", 1, digest=stats.plan_digest)
+        weights = {"path": stats.weights_path, "digest": stats.weights_digest}
+        yield self._gauge("polyjax_weights_info", "Weights in force.", 1, **weights)
         pages = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_kv_pages)}
         yield self._gauge(f"{prefix}cache_config_info", "Size of the KV cache.", 1, **pages)
 

@@ -33,24 +33,25 @@ async def ready(service: Service, scope: Scope, receive: Receive, send: Send) ->
 
 
 async def models(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    card = _model_card(service.ready_model())
+    card = _model_card(service.ready_model(), service)
     await send_json(send, 200, msgspec.json.encode({"object": "list", "data": [card]}))
 
 
 async def one_model(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     model = service.ready_model()
     model.check_name(scope["path_params"]["name"])
-    await send_json(send, 200, msgspec.json.encode(_model_card(model)))
+    await send_json(send, 200, msgspec.json.encode(_model_card(model, service)))
 
 
-def _model_card(model: ServedModel) -> dict[str, Any]:
+def _model_card(model: ServedModel, service: Service) -> dict[str, Any]:
     return {
         "id": model.info.model_name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "polyjax",
-        "root": model.info.model_path,
+        "root": service.client.stats.weights_path or model.info.model_path,
         "parent": None,
+        "weights_digest": service.client.stats.weights_digest,
         "max_model_len": model.info.max_model_len,
     }
 

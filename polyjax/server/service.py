@@ -139,6 +139,8 @@ class Service:
         if self.is_draining:
             raise RequestError("the server is shutting down", status=503)
         model = self.ready_model()
+        if self.client.stats.sleep_level:
+            raise RequestError("the engine is asleep: POST /admin/wake wakes it", status=503)
         assert self.metrics is not None
         return model, self.metrics
 
