@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from search.job_process import Answer, JobProcess
 
+Tag = Any  # whatever tells a caller's jobs apart
 _NICENESS = 10  # measuring and serving go first
 
 
@@ -29,10 +30,10 @@ class CompilePool:
         count = workers or os.cpu_count() or 1
         self._timeout_s = timeout_s
         self._workers = [JobProcess(f"compiler {n}", environment, _NICENESS) for n in range(count)]
-        self._waiting: collections.deque[tuple[Hashable, Callable[..., Any], tuple[Any, ...]]] = (
+        self._waiting: collections.deque[tuple[Tag, Callable[..., Any], tuple[Any, ...]]] = (
             collections.deque()
         )
-        self._tags: dict[int, Hashable] = {}
+        self._tags: dict[int, Tag] = {}
 
     def __enter__(self) -> CompilePool:
         return self
@@ -49,11 +50,11 @@ class CompilePool:
         """Jobs without an answer yet."""
         return len(self._waiting) + sum(worker.busy for worker in self._workers)
 
-    def submit(self, tag: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
+    def submit(self, tag: Tag, function: Callable[..., Any], *arguments: Any) -> None:
         self._waiting.append((tag, function, arguments))
         self._send()
 
-    def poll(self, wait_s: float = 0.0) -> list[tuple[Hashable, Answer]]:
+    def poll(self, wait_s: float = 0.0) -> list[tuple[Tag, Answer]]:
         """Returns what was answered since the last call, waiting up to `wait_s` for the first."""
         until_s = time.monotonic() + wait_s
         while True:

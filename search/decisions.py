@@ -33,8 +33,13 @@ def comparisons(evidence: Mapping[str, Any]) -> dict[str, Comparison]:
 
 
 def decide(evidence: Mapping[str, Any]) -> tuple[bool, str]:
-    """Returns whether the candidate is promoted, and why."""
-    return promotable(comparisons(evidence))
+    """Returns whether the candidate is promoted, and why.
+
+    `refused` is what a gate said of a candidate that its samples would have promoted.
+    """
+    promoted, reason = promotable(comparisons(evidence))
+    refused = evidence.get("refused")
+    return (False, f"{reason}, but {refused}") if promoted and refused else (promoted, reason)
 
 
 def is_settled(evidence: Mapping[str, Any]) -> bool:
@@ -44,5 +49,5 @@ def is_settled(evidence: Mapping[str, Any]) -> bool:
 
 
 def replay(ledger: Ledger) -> list[tuple[Promotion, bool, str]]:
-    """Returns every decision that a ledger yields with what its samples say now: (made, again, reason)."""
+    """Returns every decision of a ledger, and what its samples say now: (made, again, reason)."""
     return [(made, *decide(made.evidence)) for made in ledger.promotions()]

@@ -98,14 +98,17 @@ class JobProcess:
     def submit(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> None:
         """Starts a job. The process must not be busy."""
         assert not self.busy, f"{self.name} has a job already"
+        with contextlib.suppress(OSError):  # `poll` finds out and says so
+            self.start()
         self._number += 1
         self.busy = True
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + timeout_s
         job = base64.b64encode(pickle.dumps((function, arguments))).decode()
-        with contextlib.suppress(OSError):  # it died: `poll` finds out and says so
-            self.start()
-            assert self._process is not None and self._process.stdin is not None
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it died
             self._process.stdin.write(json.dumps({"id": self._number, "job": job}).encode() + b"\n")
             self._process.stdin.flush()
 

@@ -39,7 +39,7 @@ class OpSetup:
 
     workload: Workload
     seed: int
-    effort: Effort = Effort()
+    effort: Effort = dataclasses.field(default_factory=Effort)
 
 
 @dataclasses.dataclass(frozen=True)

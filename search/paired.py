@@ -22,9 +22,11 @@ _UNTIMED_CALLS = 3
 
 
 class Arm(Protocol):
-    """What is timed. `groups` are its kinds of work."""
+    """What is timed."""
 
-    groups: Sequence[str]
+    @property
+    def groups(self) -> Sequence[str]:
+        """Its kinds of work."""
 
     def run(self, group: str) -> Any:
         """Dispatches the group's work; returns its results, which need not be finished."""

@@ -16,22 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import CATALOGUE
 from polyjax.compiler.cache import ProgramCache
-from polyjax.compiler.choose import default_choices
 from polyjax.compiler.program import (
     Kind,
     ProgramKey,
     ProgramRequest,
     StepProgram,
-    abstract_call,
     program_keys,
 )
 from polyjax.compiler.state import StateSpec, page_bytes
+from polyjax.compiler.workloads import step_workloads
 from polyjax.core.batch_layout import BatchLayout
 from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.mesh import MeshPlan
-from polyjax.core.op import Ops, Workload
+from polyjax.core.op import Workload
 from polyjax.core.plan import Plan
 from polyjax.engine import build
 from polyjax.engine.bucketing import BucketChooser
@@ -44,7 +42,8 @@ from polyjax.gates.equivalence import EquivalenceGate, assert_close, forward_bou
 from polyjax.gates.scratch import ScratchRows, ScratchSpace
 from polyjax.gates.settings import Settings
 from polyjax.gates.verdict import Verdict
-from polyjax.io.files import open_model
+from polyjax.io.digest import ParamsDigest
+from polyjax.io.files import no_progress, open_model
 from search.environment import facts
 from search.paired import Effort, compare_arms, noise
 from search.traffic import Row, Step, Traffic, TrafficSpec, buckets_used, draw, launches
@@ -63,7 +62,7 @@ class PlanSetup:
     traffic: TrafficSpec
     cache_directory: str
     seed: int
-    effort: Effort = Effort()
+    effort: Effort = dataclasses.field(default_factory=Effort)
     pool_bytes: int = 1 << 30
 
 
@@ -185,7 +184,9 @@ class PlanBench:
         self._mesh = mesh_plan.mesh()
         device = self._mesh.devices.flat[0]
         model = build.open_served_model(config, open_model(config.model), device.platform)
-        params = build.load_weights(config, model, self._mesh, mesh_plan, _silent)
+        params = build.load_weights(
+            config, model, self._mesh, mesh_plan, no_progress, ParamsDigest()
+        )
         sizing = build.size_engine(config, model, mesh_plan, device)
         plan = build.initial_plan(config, sizing, mesh_plan, device)
         ladder = build.engine_ladder(config, sizing, plan, device)
@@ -261,12 +262,11 @@ class PlanBench:
     # -- inside ------------------------------------------------------------------------------
 
     def _workloads(self, base: Plan) -> dict[str, Workload]:
-        """Every workload of the base plan's programs, the pieces of composites included."""
-        ops = _CountingOps()
-        for key in program_keys(base.ladder or BucketLadder((), (), ()), fused_gumbel=False):
-            call = abstract_call(ProgramRequest(self.spec, base, key), self._mesh)
-            jax.eval_shape(lambda call=call: call(ops))
-        return {workload.key: workload for workload, _ in ops.used}
+        """Every workload of the base plan's programs."""
+        assert base.ladder is not None
+        keys = program_keys(base.ladder, fused_gumbel=False)
+        requests = [ProgramRequest(self.spec, program_plan(base), key) for key in keys]
+        return step_workloads(requests, self._mesh)
 
     def _load(self, plan: Plan, keys: Iterable[ProgramKey]) -> dict[ProgramKey, StepProgram]:
         """Raises RuntimeError where a program is not in the cache."""
@@ -374,13 +374,6 @@ def reference_plan(base: Plan) -> Plan:
     return Plan(mesh=base.mesh, ladder=base.ladder)
 
 
-class _CountingOps(Ops):
-    """Records every workload; computes shapes by the references."""
-
-    def __init__(self) -> None:
-        super().__init__({}, CATALOGUE)
-
-
 class _Packer:
     """Packs traffic rows: what they read lies all over the pool, what they write in scratch."""
 
@@ -486,7 +479,3 @@ def _outcome(
         "verdicts": dict(verdicts),
         "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
     }
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Loading reports its progress to nobody: the parent shows its own."""

@@ -23,7 +23,7 @@ GROUPS = ("decode", "prefill")
 
 @dataclasses.dataclass(frozen=True)
 class TrafficSpec:
-    """Observed or assumed lengths, as samples: prompts and answers in tokens, rows decoding at once.
+    """Observed or assumed lengths, as samples: prompt and answer tokens, rows decoding at once.
 
     `decode_steps` and `prefill_steps` bound what is replayed.
     """
@@ -49,7 +49,11 @@ class TrafficSpec:
             raise ConfigError(f"traffic has no field {', '.join(sorted(unknown))}")
         try:
             lists = ("prompt_tokens", "output_tokens", "concurrency")
-            return cls(**{k: tuple(map(int, v)) if k in lists else int(v) for k, v in data.items()})
+            read: dict[str, Any] = {
+                name: tuple(map(int, value)) if name in lists else int(value)
+                for name, value in data.items()
+            }
+            return cls(**read)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"malformed traffic: {error}") from error
 
