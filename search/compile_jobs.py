@@ -6,9 +6,7 @@ Both answer with a digest of what they compiled, by which duplicates are known b
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from polyjax.core.op import Op, Ops, Workload
 from polyjax.core.ops import OPS
 from search.chains import ChainSpec, chained
 from search.digests import executable_digest
+from search.files import write_whole
 from search.kernels import kernel_named
 
 
@@ -100,17 +99,3 @@ def load_op(path: str) -> Callable[..., Any]:
     """Returns the chain that `compile_op` wrote to `path`."""
     payload, in_tree, out_tree = pickle.loads(Path(path).read_bytes())
     return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

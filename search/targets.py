@@ -217,7 +217,7 @@ class OpTarget:
         else:
             self.space = form_space(opened.platform)
         self._start = start or OpCandidate(workload, form="platform")
-        self.start = self.point(self._start.to_json()) or ELSEWHERE
+        self.start = self._legal_point(self._start.to_json()) or ELSEWHERE
 
     def key(self, point: Point) -> str:
         facts = {"protocol": PROTOCOL, "source": _source_of(self.kernel_name)}
@@ -227,9 +227,14 @@ class OpTarget:
         return self._op(point).to_json()
 
     def point(self, candidate: Mapping[str, Any]) -> Point | None:
+        own = self._start.to_json()
+        if {name: candidate.get(name) for name in own} == own:
+            return self.start
+        return self._legal_point(candidate)
+
+    def _legal_point(self, candidate: Mapping[str, Any]) -> Point | None:
         if candidate.get("kernel", "") != self.kernel_name:
-            own = self._start.to_json()
-            return ELSEWHERE if {name: candidate.get(name) for name in own} == own else None
+            return None
         fields = candidate["schedule"] if self.kernel_name else _flat_form(candidate)
         found = tuple((name, fields.get(name)) for name in self.space.fields)
         return found if found in self.space else None
