@@ -35,6 +35,12 @@ class BucketChooser:
                 )
         if any(bucket.tokens != 1 for bucket in ladder.decode):
             raise ConfigError("a decode bucket of the ladder has more than one token")
+        rows = {bucket.sequences for bucket in (*ladder.decode, *ladder.prefill)}
+        if missing := sorted(rows - set(ladder.sampler_sequences)):
+            raise ConfigError(
+                f"the ladder has buckets of {missing} sequences and no sampler for so many: "
+                "add them to sampler_sequences"
+            )
         by_cost = lambda b: (b.tokens * b.sequences, b.sequences * b.pages, b)  # noqa: E731
         self._decode = sorted(ladder.decode, key=by_cost)
         self._prefill = sorted(ladder.prefill, key=by_cost)

@@ -37,7 +37,7 @@ def ladder(
     return BucketLadder(
         decode=tuple(Bucket(1, *sizes) for sizes in decode),
         prefill=tuple(Bucket(*sizes) for sizes in prefill),
-        sampler_sequences=(),
+        sampler_sequences=tuple({sizes[-2] for sizes in (*decode, *prefill)}),
     )
 
 

@@ -188,6 +188,11 @@ def test_a_ladder_may_change(engine: Engine) -> None:
             409,
             "decode buckets reach 0 context pages",
         ),
+        (
+            {"plan": {"ladder": dataclasses.asdict(tiny_llama.LADDER) | {"sampler_sequences": [1, 4]}}},
+            409,
+            r"buckets of \[2\] sequences and no sampler",
+        ),
     ],
 )
 def test_payloads_that_name_no_installable_plan(
