@@ -24,6 +24,7 @@ from polyjax.engine.types import (
     TokenLogprobs,
 )
 from polyjax.io.files import no_progress, open_model
+from polyjax.io.grammar import check
 from polyjax.io.tokenizer import Tokenizer
 from polyjax.progress import ShownProgress
 from polyjax.server.stop import StopStrings
@@ -91,6 +92,8 @@ class LLM:
         running: dict[str, _Running] = {}
         try:
             for prompt, one in zip(batch, each, strict=True):
+                if one.grammar is not None:
+                    check(one.grammar.kind, one.grammar.text)
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 for index in range(one.n):
                     self._add(running, prompt, ids, _nth(one, index), index)

@@ -1,7 +1,8 @@
 """An engine without a model: it repeats the prompt. For tests and for measuring the HTTP side.
 
 It keeps the promises of `EngineLike` (limits, stops, logprobs, aborts, plans) at a set pace, so
-whatever is slow or wrong above it is not the model's doing. No jax.
+whatever is slow or wrong above it is not the model's doing. It ignores grammars: what the prompt
+holds is what comes, also where a test wants the answer that a grammar would have made. No jax.
 """
 
 from __future__ import annotations

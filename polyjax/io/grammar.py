@@ -56,7 +56,8 @@ def compile_text(kind: str, text: str) -> str:
                 return llguidance.grammar_from("regex", text)
             case "choice":
                 choices = json.loads(text)
-                if not choices or not all(isinstance(c, str) and c for c in choices):
+                is_list = isinstance(choices, list) and len(choices) > 0
+                if not is_list or not all(isinstance(c, str) and c for c in choices):
                     raise ValueError("choice wants a list of strings that are not empty")
                 return llguidance.grammar_from("choice", json.dumps(choices))
             case "grammar":

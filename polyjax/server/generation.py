@@ -148,7 +148,8 @@ class Generation:
             return
         is_first, before_s = choice.num_tokens == 0, choice.times.last_token_s
         self._arrived += choice.push(item)
-        self._on_token(choice, before_s)
+        if item.token_ids:
+            self._on_token(choice, before_s)
         if is_first and self._is_worth_sharing(choice) and choice.index % self.params.n == 0:
             self._submit_siblings(choice)
         self._settle(choice, item)

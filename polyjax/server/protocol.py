@@ -14,6 +14,7 @@ import pydantic
 
 from polyjax.core.errors import RequestError
 from polyjax.engine.types import MAX_LOGPROBS, SamplingParams
+from polyjax.server.structured import requested_grammar
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -86,6 +87,12 @@ class GenerationBody(Body):
     request_id: Annotated[str, pydantic.Field(max_length=256)] | None = None
     cache_salt: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
     numerics: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationBody:
@@ -182,12 +189,7 @@ UNSUPPORTED: dict[str, Harmless] = {
     "tool_choice": lambda value, _: value in (None, "none"),
     "functions": lambda value, _: _is_off(value),
     "function_call": lambda value, _: value in (None, "none"),
-    "response_format": lambda value, _: value is None or value == {"type": "text"},
-    "structured_outputs": lambda value, _: _is_off(value),
-    "guided_json": lambda value, _: value is None,
-    "guided_regex": lambda value, _: value is None,
-    "guided_choice": lambda value, _: value is None,
-    "guided_grammar": lambda value, _: value is None,
+    "guided_whitespace_pattern": lambda value, _: value is None,
     "suffix": lambda value, _: _is_off(value),
     "best_of": lambda value, body: value in (None, 1) or value == body.get("n"),
     "use_beam_search": lambda value, _: _is_off(value),
@@ -269,6 +271,7 @@ def sampling_params(
         prompt_logprobs=body.prompt_logprobs,
         logprobs=num_logprobs(body),
         numerics=body.numerics,
+        grammar=requested_grammar(body),
     )
 
 

@@ -20,7 +20,8 @@ from polyjax.server.metrics import Metrics
 from polyjax.server.tool_formats import FORMATS, format_of
 from polyjax.server.tool_support import ToolSupport
 
-INLINE_BODY_BYTES = 16 << 10  # larger bodies are parsed and tokenized off the event loop
+INLINE_BODY_BYTES = 16 << 10  # larger bodies are parsed and tokenized off the event loop,
+GRAMMAR_FIELDS = (b"response_format", b"structured_outputs", b"guided_", b"tools")  # as are these
 
 # Names in generation_config.json of the sampling parameters that it gives defaults for.
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -163,7 +164,10 @@ class Service:
 async def off_loop[**P, R](
     raw: bytes, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Runs `work` here if the body `raw` it is about is small, else in a thread."""
-    if len(raw) <= INLINE_BODY_BYTES:
+    """Runs `work` here if the body `raw` it is about is small, else in a thread.
+
+    A small grammar may take long to check.
+    """
+    if len(raw) <= INLINE_BODY_BYTES and not any(field in raw for field in GRAMMAR_FIELDS):
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)

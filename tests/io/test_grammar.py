@@ -95,6 +95,7 @@ def test_other_kinds(compiler, tokenizer, kind, text, matches):
         ("json_schema", "3"),
         ("regex", "("),
         ("choice", "[]"),
+        ("choice", '"ab"'),
         ("choice", '["", "a"]'),
         ("grammar", "start: nowhere"),
         ("unheard_of", "x"),

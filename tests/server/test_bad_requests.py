@@ -157,12 +157,7 @@ def test_tools_that_the_chat_template_does_not_take(server: Server) -> None:
     [
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_json", {}),
-        ("guided_regex", "a"),
-        ("guided_choice", ["a"]),
-        ("guided_grammar", "a"),
+        ("guided_whitespace_pattern", " ?"),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("web_search_options", {}),
