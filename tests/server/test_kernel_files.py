@@ -1,0 +1,214 @@
+"""Kernel files into a running server, over HTTP, under streams whose tokens are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.engine import kernel_texts as texts
+from tests.goldens import Golden, golden
+from tests.server.serving import Server, running, wait_for
+from tests.server.test_families import FLAGS, MAX_MODEL_LEN, PAGE_TOKENS, body
+
+PAGES = MAX_MODEL_LEN // PAGE_TOKENS
+LADDER = {
+    "decode": [{"tokens": 1, "sequences": 3, "pages": PAGES}],
+    "prefill": [{"tokens": 32, "sequences": 1, "pages": PAGES}],
+    "sampler_sequences": [1, 3],
+}
+PAUSE_S = 0.2  # between two streams: compiling is niced, and would wait for ever otherwise
+ADMIN = {"Authorization": "Bearer admin-secret"}
+LIMIT_S = 300.0  # for processes that start and compile on a machine busy with other tests
+TRIAL, COMPILER = "polyjax.gates.file_trial", "polyjax.compiler.worker"
+
+
+@pytest.fixture(scope="module")
+def truth() -> Golden:
+    return golden("llama", "gqa")
+
+
+@pytest.fixture(scope="module")
+def server(truth: Golden, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "plan.json").write_text(json.dumps({"ladder": LADDER}))
+    flags = (
+        *(*FLAGS, "--admin_key=admin-secret", f"--compile_cache_dir={folder / 'programs'}"),
+        f"--plan={folder / 'plan.json'}",
+    )
+    with running(truth.path, flags, ready_limit_s=LIMIT_S) as ready:
+        yield ready
+
+
+class Streams:
+    """Streams golden prompts over and over in threads; every token must be the golden one."""
+
+    def __init__(self, server: Server, truth: Golden):
+        self.finished = 0
+        self.fingerprints: set[str] = set()
+        self._server, self._truth = server, truth
+        self._stopping = threading.Event()
+        self._failures: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(row,)) for row in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, row: int) -> None:
+        try:
+            while not self._stopping.is_set():
+                tokens = []
+                for event in self._server.stream("/v1/completions", body(self._truth, [row])):
+                    tokens += event["choices"][0]["token_ids"]
+                    self.fingerprints.add(event["system_fingerprint"])
+                assert tokens == self._truth.continuation(row)
+                self.finished += 1
+                self._stopping.wait(PAUSE_S)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self._failures, self._failures
+        assert self.finished
+
+
+def post(server: Server, path: Path | str, **fields: Any) -> httpx.Response:
+    return server.post("/admin/kernels", {"path": str(path), **fields}, headers=ADMIN)
+
+
+def last(server: Server) -> dict[str, Any]:
+    answer = server.http.get("/admin/kernels", headers=ADMIN).json()
+    newest: dict[str, Any] = answer["kernels"][-1]
+    return newest
+
+
+def settled(server: Server) -> dict[str, Any]:
+    wait_for(lambda: last(server)["state"] in ("current", "refused"), "the kernel file", LIMIT_S)
+    return last(server)
+
+
+def plan(server: Server) -> dict[str, Any]:
+    described: dict[str, Any] = server.http.get("/admin/plan", headers=ADMIN).json()
+    return described
+
+
+def child(server: Server, module: str) -> psutil.Process | None:
+    return next((c for c in server.children() if module in c.cmdline()), None)
+
+
+def test_a_kernel_file_is_installed_under_running_streams(
+    server: Server, truth: Golden, tmp_path: Path
+) -> None:
+    path = tmp_path / "norm.py"
+    path.write_text(texts.HEAD + texts.MARK.format(folder=str(tmp_path)) + texts.RIGHT)
+    with Streams(server, truth) as streams:
+        answer = post(server, path, op="rms_norm")
+        assert answer.status_code == 200, answer.text
+        path.write_text("raise RuntimeError('changed after it was taken')")
+        again = post(server, path)
+        assert again.status_code == 409 and "on its way" in again.text
+        file = settled(server)
+        assert file["state"] == "current", (file, server.log)
+        done = streams.finished
+        wait_for(lambda: streams.finished > done + 2, "streams under the new plan", LIMIT_S)
+    assert len(streams.fingerprints) == 2
+    described = plan(server)
+    assert described["digest"] == file["plan"]
+    [name] = described["plan"]["sources"]
+    assert name == file["kernel"] == f"file:{file['sha256'][:12]}/norm"
+    chosen = {key for key, c in described["plan"]["choices"].items() if c["kernel"] == name}
+    assert chosen == set(file["workloads"]) and all(k.startswith("rms_norm[") for k in chosen)
+    importers = {int(line) for line in (tmp_path / "imported_by").read_text().split()}
+    compiler = child(server, COMPILER)
+    serving = {server.process.pid, server.child("polyjax.engine.process").pid}
+    assert importers and compiler is not None and compiler.pid in importers
+    assert not importers & serving
+    assert server.metric("polyjax_compiles_after_ready_total") == 0
+    assert server.metric("polyjax_retraces_after_ready_total") == 0
+    already = server.post(
+        "/admin/kernels", {"path": described["plan"]["sources"][name]["path"], "name": "norm"},
+        headers=ADMIN,
+    )  # fmt: skip
+    assert already.status_code == 409 and "already" in already.text
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_refused_and_nothing_is_lost(
+    server: Server, truth: Golden, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrong.py"
+    before = plan(server)
+    with Streams(server, truth):
+        for text, limit_s, reason in (
+            (texts.WRONG_PAGE, 200, "op_equivalence: paged_attention["),
+            (texts.HEAD + texts.HUGE_COMPILE, 8, "did not finish within 8 s"),
+        ):
+            path.write_text(text)
+            assert post(server, path, timeout_s=limit_s).status_code == 200
+            file = settled(server)
+            assert file["state"] == "refused" and reason in file["reason"]
+    assert (plan(server)["digest"], plan(server)["epoch"]) == (before["digest"], before["epoch"])
+    events = server.log
+    assert "kernel_refused" in events and "kernel_received" in events
+
+
+@pytest.mark.slow
+def test_killed_processes_cost_the_file_in_work_and_nothing_else(
+    server: Server, truth: Golden, tmp_path: Path
+) -> None:
+    path = tmp_path / "norm.py"
+    path.write_text(texts.HEAD + texts.PALLAS)
+    before = plan(server)
+    with Streams(server, truth):
+        assert post(server, path).status_code == 200
+        os.kill(post_pid(server, TRIAL), signal.SIGKILL)
+        assert "the process ended with code -9" in settled(server)["reason"]
+        assert post(server, path).status_code == 200
+        wait_for(lambda: last(server)["state"] == "installing", "the compiler", LIMIT_S)
+        os.kill(post_pid(server, COMPILER), signal.SIGKILL)
+        assert "compiler process ended with code -9" in settled(server)["reason"]
+        assert plan(server)["digest"] == before["digest"]
+        assert post(server, path).status_code == 200
+        file = settled(server)
+    assert file["state"] == "current", (file, server.log)
+
+
+def post_pid(server: Server, module: str) -> int:
+    wait_for(lambda: child(server, module) is not None, module, LIMIT_S)
+    found = child(server, module)
+    assert found is not None
+    return found.pid
+
+
+def test_requests_that_name_no_kernel_file(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "kernel.py"
+    path.write_text(texts.HEAD + texts.RIGHT)
+    os.mkfifo(tmp_path / "pipe")
+    for fields, param in (
+        ({}, "path"),
+        ({"path": 3}, "path"),
+        ({"path": str(tmp_path / "missing.py")}, "path"),
+        ({"path": str(tmp_path / "pipe")}, "path"),
+        ({"path": str(tmp_path)}, "path"),
+        ({"path": str(path), "op": "rms"}, "op"),
+        ({"path": str(path), "name": "a/b"}, "name"),
+        ({"path": str(path), "timeout_s": 0}, "timeout_s"),
+        ({"path": str(path), "colour": "red"}, None),
+    ):
+        answer = server.post("/admin/kernels", fields, headers=ADMIN)
+        assert answer.status_code == 400, (fields, answer.text)
+        assert answer.json()["error"]["param"] == param
+    assert server.post("/admin/kernels", {"path": str(path)}).status_code == 401
