@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyjax.compiler.kernel_files import allow_kernel_files
 from polyjax.core.lifetime import kill_when_parent_ends, parent_pipe, watch_parent
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -236,6 +237,7 @@ def main() -> None:
     kill_when_parent_ends()
     name, niceness = sys.argv[1:3]
     os.nice(int(niceness))
+    allow_kernel_files()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library or a candidate prints must not look like an answer
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {name}: %(message)s")

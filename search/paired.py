@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import jax
 
 from search.decisions import is_settled
+from search.turns import waiting
 
 _clock = time.perf_counter
 _block = jax.block_until_ready
+_await_turn = waiting()
 _UNTIMED_CALLS = 3
 
 
@@ -57,6 +59,7 @@ class Paired:
 
 def sample_us(arm: Arm, group: str, repeats: int) -> float:
     """Returns the microseconds one step or call takes, over `repeats` dispatched runs."""
+    _await_turn()
     begin = _clock()
     for _ in range(repeats):
         results = arm.run(group)
@@ -67,6 +70,7 @@ def sample_us(arm: Arm, group: str, repeats: int) -> float:
 def repeats_for(arm: Arm, group: str, sample_ms: float) -> int:
     """Returns how often a group's work is repeated in one sample; also warms it."""
     for _ in range(_UNTIMED_CALLS):
+        _await_turn()
         _block(arm.run(group))
     once = min(sample_us(arm, group, 1) for _ in range(2)) * arm.units(group)
     return max(1, round(sample_ms * 1e3 / max(once, 1.0)))

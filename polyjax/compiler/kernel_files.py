@@ -11,13 +11,18 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import jax
+
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ConfigError, ScheduleError
-from polyjax.core.kernel_source import KernelSource
+from polyjax.core.kernel_source import PREFIX, KernelSource, check_name
 from polyjax.core.op import Kernel, Op, Schedule, Workload, Writes
+
+KERNEL_FOLDER = "kernels"  # in the program cache's directory: each text under its sha256
 
 _allowed = False
 
@@ -31,7 +36,6 @@ def allow_kernel_files() -> None:
 class FileKernel:
     """The kernel of one file: `polyjax.core.op.Kernel` around its module. Equal only to itself."""
 
-    platform = "any"
     requires: frozenset[str] = frozenset()
 
     def __init__(self, name: str, module: ModuleType):
@@ -45,6 +49,11 @@ class FileKernel:
         self.schedule_type: type[Schedule] = dataclasses.make_dataclass(
             "FileSchedule", fields, bases=(Schedule,), frozen=True
         )
+
+    @property
+    def platform(self) -> str:
+        """A file is written for the device that it is given to."""
+        return jax.default_backend()
 
     def supports(self, workload: Workload) -> str | None:
         if workload.op != self.op.name:
@@ -128,6 +137,19 @@ def load_kernel(name: str, source: KernelSource) -> FileKernel:
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     exec(compile(text, source.path, "exec"), module.__dict__)
     return FileKernel(name, module)
+
+
+def kept_kernel(name: str, folder: Path) -> FileKernel:
+    """The kernel of a plan's name, from the texts kept in `folder`.
+
+    Raises ConfigError where there is none.
+    """
+    digits = name.removeprefix(PREFIX).partition("/")[0]
+    for path in folder.glob(f"{digits}*.py"):
+        source = KernelSource(str(path), path.stem)
+        check_name(name, source)
+        return load_kernel(name, source)
+    raise ConfigError(f"{folder} keeps no text of {name}")
 
 
 def with_kernel_files(
