@@ -19,7 +19,8 @@ import numpy as np
 from polyjax.core.errors import ConfigError, RequestError
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
-_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+# llguidance's options of JSON without white space between its parts.
+COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _ANY_OBJECT = '{"type": "object"}'
 COMPILED_GRAMMARS = 32  # kept: a request that repeats one of the last of them copies it
 
@@ -46,12 +47,12 @@ def compile_text(kind: str, text: str) -> str:
         match kind:
             case "json_object":
                 return llguidance.LLMatcher.grammar_from_json_schema(
-                    _ANY_OBJECT, overrides=_COMPACT
+                    _ANY_OBJECT, overrides=COMPACT
                 )
             case "json_schema":
                 if not isinstance(json.loads(text), dict | bool):
                     raise ValueError("a JSON schema is an object or a boolean")
-                return from_schema(text, overrides=_COMPACT)
+                return from_schema(text, overrides=COMPACT)
             case "regex":
                 return llguidance.grammar_from("regex", text)
             case "choice":

@@ -19,7 +19,6 @@ MAX_TOOLS = 128  # OpenAI's, as is the pattern
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MODES = ("none", "auto", "required")
 _ANY_ARGUMENTS = {"type": "object"}
-_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Keywords that say more about an object's properties than `properties` does.
 _FURTHER_KEYWORDS = frozenset(
     {
@@ -89,9 +88,9 @@ class ToolUse:
                 f"tools go together with an answer in JSON, not with one by {answer.kind}", "tools"
             )
         schema = json.loads(answer.text) if answer.kind == "json_schema" else _ANY_ARGUMENTS
-        if not isinstance(schema, dict):
-            schema = _ANY_ARGUMENTS
-        return f" | %json {json.dumps({**schema, 'x-guidance': _COMPACT})}"
+        if not isinstance(schema, dict):  # `true`, which any JSON satisfies
+            schema = {}
+        return f" | %json {json.dumps({**schema, 'x-guidance': grammar.COMPACT})}"
 
 
 def requested(body: ChatBody, support: ToolSupport) -> ToolUse | None:

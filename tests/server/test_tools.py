@@ -134,6 +134,12 @@ def test_required_and_named(client: openai.OpenAI) -> None:
     assert named.choices[0].finish_reason == "stop"  # as OpenAI has it for a function by name
 
 
+def test_calls_beside_a_json_answer(client: openai.OpenAI) -> None:
+    form = {"type": "json_object"}
+    assert called(ask(client, SECOND, response_format=form)) == [("time", {})]
+    assert ask(client, '{"a": 1}', response_format=form).choices[0].message.content == '{"a": 1}'
+
+
 def test_none_reads_no_calls(client: openai.OpenAI) -> None:
     [choice] = ask(client, "a<tool", tool_choice="none").choices
     assert (choice.message.content, choice.message.tool_calls) == ("a<tool", None)
@@ -294,6 +300,12 @@ def test_tools_that_are_none(server: Server, tools: Any, param: str) -> None:
             "tools",
             "parameters of f",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "leave one of them out",
+        ),
+        ({"tools": TOOLS, "guided_regex": "a+"}, "tools", "not with one by regex"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"function_call": "auto"}, "function_call", "use tool_choice"),
         ({"parallel_tool_calls": "no", "tools": TOOLS}, "parallel_tool_calls", ""),
