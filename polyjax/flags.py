@@ -49,6 +49,11 @@ ENGINE_HELP: Mapping[str, str] = {
     "fail_on_recompile": "End with an error if anything is compiled after start-up.",
     "resident_plans": "Plans kept loaded, so that rolling back takes one step.",
     "max_queued_requests": "Requests beyond this queue length get 503.",
+    "state_dir": "Directory that keeps the last good plan; a restart comes back on it.",
+    "audit_log": "File to which each change of plans, limits and leases is appended as JSON.",
+    "watch_steps": "Steps after which a new plan has proved itself; until then it is rolled back "
+    "where its results are not finite or, if it claimed to be faster, its steps are slower.",
+    "tune_duty": "Share of the time, in [0, 1], that a background tuner may lease the device.",
 }
 
 

@@ -6,7 +6,7 @@ Coarse and additive: a rung costs seconds of compiling, padding costs microsecon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.errors import ConfigError
@@ -46,6 +46,16 @@ class LadderLimits:
     page_size: int
 
 
+@dataclasses.dataclass(frozen=True)
+class LaunchCounts:
+    """How many launches had which true size: rows and longest context of decodes, longest new part
+    of prefills."""
+
+    decode_sequences: Mapping[int, int]
+    decode_context_tokens: Mapping[int, int]
+    prefill_tokens: Mapping[int, int]
+
+
 def derive_ladder(limits: LadderLimits, policy: LadderPolicy, max_buckets: int = 0) -> BucketLadder:
     """Returns a ladder on which every step within `limits` fits.
 
@@ -55,12 +65,98 @@ def derive_ladder(limits: LadderLimits, policy: LadderPolicy, max_buckets: int =
     sequences = sorted({min(count, limits.max_num_seqs) for count in policy.sequences})
     if sequences[-1] < limits.max_num_seqs:
         sequences.append(limits.max_num_seqs)
-    longest = limits.max_model_len
-    contexts = [longest]
-    if policy.context_factor:
-        shortest = min(policy.first_context_tokens, longest)
-        contexts = rungs(shortest, longest, policy.context_factor)
+    contexts = _contexts(limits, policy)
     chunks = sorted({min(c, limits.max_num_batched_tokens) for c in policy.chunk_tokens})
+    return _fitting_ladder(sequences, contexts, chunks, limits, policy, max_buckets)
+
+
+def ladder_for(
+    counts: LaunchCounts, limits: LadderLimits, policy: LadderPolicy, max_buckets: int = 0
+) -> BucketLadder:
+    """Returns the ladder that would have padded these launches least, on which any step fits.
+
+    It has as many rungs of each kind as `derive_ladder` gives. Raises ConfigError as that does.
+    """
+    usual = derive_ladder(limits, policy)
+    sizes = {bucket.sequences for bucket in usual.decode}
+    chunks = {bucket.tokens for bucket in usual.prefill}
+    contexts = _contexts(limits, policy)
+    return _fitting_ladder(
+        least_padding(counts.decode_sequences, limits.max_num_seqs, len(sizes)),
+        least_padding(counts.decode_context_tokens, limits.max_model_len, len(contexts)),
+        least_padding(counts.prefill_tokens, limits.max_num_batched_tokens, len(chunks)),
+        *(limits, policy, max_buckets),
+    )
+
+
+def least_padding(counts: Mapping[int, int], top: int, most: int) -> list[int]:
+    """At most `most` rungs, `top` the last, over which sizes that occur `counts` times pad least.
+
+    Exact, by dynamic programming over the sizes that occur; more than 64 of them are first merged
+    into the next of 64 quantiles.
+    """
+    seen = {min(size, top): 0 for size in counts if counts[size] > 0 and size > 0}
+    for size, count in counts.items():
+        if count > 0 and size > 0:
+            seen[min(size, top)] += count
+    sizes = sorted({*_thinned(seen), top})
+    weights = dict.fromkeys(sizes, 0)
+    for size, count in seen.items():
+        weights[next(rung for rung in sizes if rung >= size)] += count
+    # best[k][i]: least padded total of sizes[:i+1] with sizes[i] the last of k + 1 rungs.
+    best = [[size * sum(weights[s] for s in sizes[: i + 1]) for i, size in enumerate(sizes)]]
+    last: list[list[int]] = [[-1] * len(sizes)]
+    for _ in range(min(most, len(sizes)) - 1):
+        row, previous = [], []
+        for i, size in enumerate(sizes):
+            options = [(best[0][i], -1)]
+            covered = 0
+            for j in range(i - 1, -1, -1):
+                covered += weights[sizes[j + 1]]
+                options.append((best[-1][j] + size * covered, j))
+            cost, j = min(options)
+            row.append(cost)
+            previous.append(j)
+        best.append(row)
+        last.append(previous)
+    chosen, index = [], len(sizes) - 1
+    for previous in reversed(last):
+        if index < 0:
+            break
+        chosen.append(sizes[index])
+        index = previous[index]
+    return chosen[::-1]
+
+
+def _thinned(counts: Mapping[int, int], most: int = 64) -> list[int]:
+    """The sizes themselves if they are few, else the ends of as many parts of equal count."""
+    if len(counts) <= most:
+        return list(counts)
+    ends: list[int] = []
+    total, seen = sum(counts.values()), 0
+    for size in sorted(counts):
+        seen += counts[size]
+        if seen * most >= total * (len(ends) + 1):
+            ends.append(size)
+    return ends
+
+
+def _contexts(limits: LadderLimits, policy: LadderPolicy) -> list[int]:
+    longest = limits.max_model_len
+    if not policy.context_factor:
+        return [longest]
+    return rungs(min(policy.first_context_tokens, longest), longest, policy.context_factor)
+
+
+def _fitting_ladder(
+    sequences: list[int],
+    contexts: list[int],
+    chunks: list[int],
+    limits: LadderLimits,
+    policy: LadderPolicy,
+    max_buckets: int,
+) -> BucketLadder:
+    """The ladder of these rungs, of which the finest go until it has at most `max_buckets`."""
     while True:
         ladder = _ladder(sequences, contexts, chunks, limits, policy.grouped)
         total = len(ladder.decode) + len(ladder.prefill)

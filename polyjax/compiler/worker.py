@@ -23,6 +23,7 @@ import queue
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -55,12 +56,21 @@ class CompilerProcess:
     """The engine's end. Nothing here waits, except `poll` for as long as it is told to.
 
     The process starts with the first request, or with `start` where its start would disturb
-    traffic. One program is in work at a time, so that a crash names its program.
+    traffic. One program is in work at a time, so that a crash names its program. `module` is what
+    runs in it: another one answers the same messages (`gates/first_run.py`), under another `name`.
     """
 
-    def __init__(self, cache: ProgramCache, timeout_s: float = DEFAULT_TIMEOUT_S):
+    def __init__(
+        self,
+        cache: ProgramCache,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        module: str = "polyjax.compiler.worker",
+        name: str = "compiler",
+    ):
         self._cache = cache
         self._timeout_s = timeout_s
+        self._module = module
+        self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: collections.deque[ProgramRequest] = collections.deque()
         self._current: ProgramRequest | None = None
@@ -81,7 +91,7 @@ class CompilerProcess:
         if self._process is not None and self._process.poll() is None:
             return
         environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
-        command = [sys.executable, "-P", "-m", "polyjax.compiler.worker"]
+        command = [sys.executable, "-P", "-m", self._module]
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -143,7 +153,7 @@ class CompilerProcess:
             pipe.write(json.dumps(message).encode() + b"\n")
             pipe.flush()
         except OSError as error:
-            self._finish(done, f"the compiler process did not take the request: {error}")
+            self._finish(done, f"the {self._name} process did not take the request: {error}")
             self.kill()
 
     def _receive(self, done: list[Compiled]) -> None:
@@ -158,10 +168,10 @@ class CompilerProcess:
             return
         waited_s = time.monotonic() - self._started_s
         if (code := self._process.poll()) is not None:
-            self._finish(done, f"the compiler process ended with code {code}")
+            self._finish(done, f"the {self._name} process ended with code {code}")
             self.kill()
         elif waited_s > self._timeout_s:
-            self._finish(done, f"the compiler did not finish within {self._timeout_s:g} s")
+            self._finish(done, f"the {self._name} did not finish within {self._timeout_s:g} s")
             self.kill()
 
     def _take_answer(self, line: bytes, done: list[Compiled]) -> None:
@@ -169,7 +179,7 @@ class CompilerProcess:
             answer = json.loads(line)
             number, entry, error = answer["id"], answer["entry"], answer["error"]
         except (ValueError, KeyError, TypeError):
-            log.warning("the compiler process said %r, which is no answer", line[:200])
+            log.warning("the %s process said %r, which is no answer", self._name, line[:200])
             return
         if number == self._number and self._current is not None:
             self._finish(done, None if error is None else str(error), entry)
@@ -189,32 +199,41 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 # -- inside the process ----------------------------------------------------------------------
 
 
-def _answer(line: bytes) -> dict[str, object]:
+def _compile(request: ProgramRequest, cache: ProgramCache) -> str:
+    """Compiles into the cache; returns the entry's name."""
+    mesh = request.plan.mesh.mesh()
+    return cache.store(request, mesh, compile_program(request, mesh)).name
+
+
+Work = Callable[[ProgramRequest, ProgramCache], str]
+"""What a process does with a request: returns the answer's entry, or raises what went wrong."""
+
+
+def _answer(line: bytes, work: Work) -> dict[str, object]:
     message = json.loads(line)
     try:
         request: ProgramRequest = pickle.loads(base64.b64decode(message["request"]))
-        mesh = request.plan.mesh.mesh()
-        cache = ProgramCache(message["cache"])
-        path = cache.store(request, mesh, compile_program(request, mesh))
-        return {"id": message["id"], "entry": path.name, "error": None}
+        entry = work(request, ProgramCache(message["cache"]))
+        return {"id": message["id"], "entry": entry, "error": None}
     except Exception as error:  # a failure is an answer: search and install decide what it means
-        log.warning("a program did not compile", exc_info=True)
+        log.warning("a program failed", exc_info=True)
         return {"id": message["id"], "entry": None, "error": f"{type(error).__name__}: {error}"}
 
 
-def main() -> None:
+def answer_requests(work: Work, name: str) -> None:
+    """Answers the engine's requests with `work`, one after another, until the engine ends."""
     kill_when_parent_ends()
     yield_to_serving()
     allow_kernel_files()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s compiler: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s")
     lines: queue.Queue[bytes] = queue.Queue()
     watch_parent(parent_pipe(), lines.put)
     while True:
-        answers.write(json.dumps(_answer(lines.get())).encode() + b"\n")
+        answers.write(json.dumps(_answer(lines.get(), work)).encode() + b"\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(_compile, "compiler")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyjax.core.errors import ConfigError, RequestError, StateABIError
-from polyjax.core.plan import Plan
-from polyjax.engine.bucketing import BucketChooser
+from polyjax.core.errors import RequestError
+from polyjax.engine import commands
 from polyjax.engine.memory import room_for_weights
 from polyjax.engine.sleep import read_sleep_request
 from polyjax.engine.weights import read_load_request
@@ -39,7 +35,7 @@ def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dic
         numbered above "after"; ask again with "after" = "next".
     "limits": {} -> max_num_seqs, max_num_batched_tokens, tune_duty and what they may be raised to.
     "limits/set": any of "max_num_seqs", "max_num_batched_tokens", "tune_duty". Answers as "limits".
-    "ladder": {} -> {"ladder": {...}, "launches": [...]}: the ladder in force and what ran on it.
+    "ladder": {} -> {"ladder": {...}, "launches": {...}}: the ladder in force and what ran on it.
     "ladder/set": {"derive": true, "max_programs": int} or {"ladder": {...}}; optional "promotion".
         The plan in force on another ladder, installed like a plan. Answers as "plan".
     "tune/lease": {"ms": number, "agent": text} -> {"granted": bool, "lease_id": int or null,
@@ -63,6 +59,8 @@ def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dic
     """
     if command in NEED_WEIGHTS and not engine.sleeper.is_awake:
         raise RequestError("the engine is asleep: wake it first", status=409)
+    if (answer := commands.COMMANDS.get(command)) is not None:
+        return answer(engine, payload)
     match command:
         case "weights":
             return engine.weights.to_json()
@@ -85,11 +83,11 @@ def run_command(engine: Engine, command: str, payload: Mapping[str, Any]) -> dic
         case "kernels/add":
             return engine.kernels.add(payload).to_json()
         case "plan/install":
-            _install(engine, payload)
+            commands.install(engine, payload)
+        case "ladder/set":
+            commands.set_ladder(engine, payload)
         case "plan/rollback":
-            engine.programs.roll_back(engine.step_number)
-            if engine.installer.active:
-                engine.installer.cancel()
+            engine.changes.roll_back(engine.step_number, "operator")
             if not engine.has_work:  # nobody steps an idle engine: apply it now
                 engine.step()
         case _:
@@ -111,36 +109,3 @@ def describe(engine: Engine) -> dict[str, Any]:
         "resident": [resident.plan.digest for resident in programs.resident],
         "installation": installation.to_json() if installation else None,
     }
-
-
-def _install(engine: Engine, payload: Mapping[str, Any]) -> None:
-    current = engine.programs.current
-    plan = read_plan(payload, current.plan)
-    ladder = plan.ladder or current.ladder
-    try:
-        BucketChooser(ladder, -(-engine.info.max_model_len // engine.spec.page_size))
-        engine.installer.start(plan, current.plan.mesh, ladder)
-    except (ConfigError, StateABIError) as error:
-        raise RequestError(str(error), "plan", 409) from error
-
-
-def read_plan(payload: Mapping[str, Any], current: Plan) -> Plan:
-    """The plan a payload describes. Raises RequestError naming what is wrong with it."""
-    given = [name for name in ("plan", "path", "compiler_options") if name in payload]
-    if len(given) != 1 or set(payload) - set(given):
-        raise RequestError(
-            'give exactly one of "plan" (an object), "path" (a JSON file of the server) and '
-            '"compiler_options" (an object of XLA options)'
-        )
-    name, value = given[0], payload[given[0]]
-    try:
-        if name == "path" and isinstance(value, str):
-            name, value = "plan", json.loads(Path(value).read_text())
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} must be {'a string' if name == 'path' else 'an object'}")
-        if name == "compiler_options":
-            options = tuple(sorted((str(key), str(option)) for key, option in value.items()))
-            return dataclasses.replace(current, compiler_options=options)
-        return Plan.from_json({"mesh": current.mesh.to_json(), **value})
-    except (ConfigError, OSError, ValueError) as error:
-        raise RequestError(str(error), given[0]) from error

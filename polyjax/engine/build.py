@@ -24,6 +24,7 @@ from polyjax.compiler.buckets import (
     ACCELERATOR_POLICY,
     CPU_POLICY,
     LadderLimits,
+    LadderPolicy,
     derive_ladder,
 )
 from polyjax.compiler.cache import ProgramCache, default_cache_dir
@@ -246,15 +247,36 @@ def engine_ladder(config: EngineConfig, sizing: Sizing, plan: Plan, device: Any)
         sizing.limits.max_model_len,
         sizing.spec.page_size,
     )
-    policy = CPU_POLICY if device.platform == "cpu" else ACCELERATOR_POLICY
-    return derive_ladder(limits, policy, config.max_programs)
+    return derive_ladder(limits, ladder_policy(device.platform), config.max_programs)
 
 
-def read_plan(path: Path, mesh_plan: MeshPlan) -> Plan:
+def ladder_policy(platform: str) -> LadderPolicy:
+    return CPU_POLICY if platform == "cpu" else ACCELERATOR_POLICY
+
+
+def mesh_plan_of(config: EngineConfig) -> MeshPlan:
+    """The mesh that the flags say; where they say nothing, that of the file --plan names.
+
+    Raises ConfigError for a file that is no plan or wants a mesh the engine has no use for.
+    """
+    flags = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
+    if flags.num_devices > 1 or config.plan in ("default", "reference"):
+        return flags
+    mesh_plan = read_plan(Path(config.plan), None).mesh
+    for axis in ("data", "sequence"):
+        if getattr(mesh_plan, axis) > 1:
+            raise ConfigError(f"--plan={config.plan}: an engine has no {axis} parallelism")
+    return mesh_plan
+
+
+def read_plan(path: Path, mesh_plan: MeshPlan | None) -> Plan:
+    """The plan of a file, which must be for `mesh_plan` unless that is None."""
     try:
         data: Mapping[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plan={path}: {error}") from error
+    if mesh_plan is None:
+        return Plan.from_json(data)
     plan = Plan.from_json({"mesh": mesh_plan.to_json(), **data})
     if plan.mesh != mesh_plan:
         raise ConfigError(
@@ -274,6 +296,9 @@ class ProgramSource:
         self.mesh = mesh
         self.cache = cache
         self.platform = mesh.devices.flat[0].platform
+        # Executions of virtual CPU devices share one thread pool: with several in flight the
+        # devices of one can wait for each other for ever.
+        self.one_at_a_time = mesh.size > 1 and self.platform == "cpu"
 
     def request(self, plan: Plan, key: ProgramKey) -> ProgramRequest:
         return ProgramRequest(self.spec, plan, key)

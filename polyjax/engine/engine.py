@@ -11,20 +11,26 @@ import jax
 
 from polyjax.compiler.worker import CompilerProcess
 from polyjax.core.errors import RequestError
-from polyjax.core.mesh import MeshPlan
 from polyjax.engine import build
 from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
 from polyjax.engine.checkpoint import CheckpointReader, first_weights
 from polyjax.engine.compile_watch import CompileWatch
 from polyjax.engine.constraints import Constraints
+from polyjax.engine.events import AuditLog, EventLog
 from polyjax.engine.install import Installer
 from polyjax.engine.kernels import KernelIntake
+from polyjax.engine.last_good import LastGoodPlan, first_programs
 from polyjax.engine.launcher import Launcher, RunningStep
+from polyjax.engine.lease import Lease, TuningLeases
 from polyjax.engine.pages import PageAllocator
 from polyjax.engine.phases import PhaseClock
+from polyjax.engine.plan_changes import PlanChanges
+from polyjax.engine.probation import Probation
 from polyjax.engine.programs import ProgramTable
+from polyjax.engine.promotion import Policy
 from polyjax.engine.scheduler import Scheduler
+from polyjax.engine.shapes import LaunchShapes
 from polyjax.engine.sleep import Sleeper
 from polyjax.engine.state import DeviceState
 from polyjax.engine.step import ScheduledStep
@@ -54,7 +60,7 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress = no_progress):
         started_s = time.monotonic()
         self.config = config
-        mesh_plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
+        mesh_plan = build.mesh_plan_of(config)
         self.mesh = mesh_plan.mesh()
         device = self.mesh.devices.flat[0]
         files = open_model(config.model, progress)
@@ -68,20 +74,40 @@ class Engine:
         sizing = build.size_engine(config, model, mesh_plan, device)
         self.spec = sizing.spec
         self.state = DeviceState(sizing.spec, mesh_plan, self.mesh, params)
-        plan = build.initial_plan(config, sizing, mesh_plan, device)
-        ladder = build.engine_ladder(config, sizing, plan, device)
         self.source = build.ProgramSource(sizing.spec, self.mesh, build.open_cache(config))
         compiler = CompilerProcess(self.source.cache)
         if device.platform != "cpu":
             compiler.start()  # now: its device context would cost running streams a step
-        first = self.source.build(plan, ladder, progress, compiler)
+        last_good = None
+        if config.state_dir is not None:
+            last_good = LastGoodPlan(config.state_dir, model.files.name, device.device_kind)
+        first = first_programs(
+            *(config, sizing, mesh_plan, device), self.source, compiler, last_good, progress
+        )
         self.programs = ProgramTable(first, config.resident_plans)
+        self.step_number = 0
+        audit = AuditLog(config.audit_log) if config.audit_log is not None else None
+        self.events = EventLog(lambda: (self.step_number, self.programs.epoch), audit)
         calls = build.platform_defaults(device.platform).warm_calls
         for program in first.programs.values():
             warm(program, self.state, calls)
-        self.installer = Installer(self.source, self.state, self.programs, compiler, calls)
-        self.kernels = KernelIntake(self.source, self.programs, self.installer, self._record)
+        trials = CompilerProcess(
+            self.source.cache, module="polyjax.gates.first_run", name="first-run"
+        )
+        self.installer = Installer(
+            *(self.source, self.state, self.programs, compiler, calls, trials, self.events.add),
+            Policy(watch_steps=config.watch_steps),
+        )
+        self.kernels = KernelIntake(self.source, self.programs, self.installer, self.events.add)
         self.scheduler = self._make_scheduler(sizing, model)
+        self.probation = Probation(
+            self.programs, self.events.add, last_good, self.installer.policy.watch_steps
+        )
+        self.changes = PlanChanges(
+            self.programs, self.installer, self.probation, self.scheduler, self.events
+        )
+        self.leases = TuningLeases(config.tune_duty, self._record_lease)
+        self.shapes = LaunchShapes()
         self.constraints.wait_until_made()
         self.phases = PhaseClock()
         max_pages = -(-sizing.limits.max_model_len // sizing.spec.page_size)
@@ -92,8 +118,8 @@ class Engine:
         self.sleeper = Sleeper(self.weights)
         ready_s = time.monotonic()
         self.info = self._make_info(model, sizing, loaded_s - started_s, ready_s - loaded_s)
-        self.step_number = 0
         self.in_flight: RunningStep | None = None
+        self._last_read_s: float | None = None  # when the step before was read, if one ran on
         self._outputs: list[RequestOutput] = []
         self._last_step_s = ready_s
         self._iteration_tokens = 0
@@ -107,14 +133,13 @@ class Engine:
             return self.sleeper.has_work or bool(self._outputs)
         if self.weights.has_work or self._outputs:
             return True
-        changing = self.installer.active or self.kernels.active or bool(self.programs.pending)
+        changing = self.changes.wants_step or self.kernels.active
         return self.scheduler.has_work or changing
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and commits the one before it while this one runs."""
         self.phases.start_step()
-        if self.programs.apply_pending(self.step_number):
-            self.scheduler.set_ladder(self.programs.current.ladder)
+        self.changes.apply(self.step_number)
         self.weights.advance(self)
         self.sleeper.advance(self)
         if not self.sleeper.is_awake:
@@ -123,6 +148,7 @@ class Engine:
         for sequence, refusal in self.constraints.collect():
             self._outputs.append(self.scheduler.refuse(sequence, refusal))
         batch = self.scheduler.next_batch()
+        self.leases.observe(self.scheduler.num_running, self.scheduler.num_waiting)
         self.phases.mark("schedule")
         running = self._launch(batch) if batch else None
         committed = self._commit(self.in_flight)
@@ -133,13 +159,18 @@ class Engine:
 
     def _launch(self, batch: ScheduledStep) -> RunningStep | None:
         """Dispatches a step. If that fails, the step before it still counts."""
+        epoch = self.programs.epoch
         try:
-            return self.launcher.launch(batch, self.programs.current, self.programs.epoch)
+            self.installer.before_launch(batch)
+            running = self.launcher.launch(batch, self.programs.current, epoch)
+            self.probation.launched(running)
+            self.shapes.add(batch, self.spec.page_size)
+            return running
         except Exception as error:
             log.exception("step %d could not be launched", self.step_number)
             earlier, self.in_flight = self.in_flight, None
             if self._commit(earlier):
-                self._recover(batch, error)
+                self._recover(batch, error, not self.probation.accuse(epoch, error))
             return None
 
     def _sample(self, running: RunningStep) -> RunningStep | None:
@@ -148,41 +179,59 @@ class Engine:
             self.launcher.sample(running)
         except Exception as error:
             log.exception("step %d could not be sampled", self.step_number)
-            self._recover(running.step, error)
+            self._recover(running.step, error, not self.probation.accuse(running.epoch, error))
             return None
         return running
 
     def _commit(self, running: RunningStep | None) -> bool:
         """Takes in what a step made; False if it failed, which voids the steps after it, too."""
         if running is None:
+            self._last_read_s = None
             return True
         try:
             results = self.launcher.read(running)
+            self.probation.check(running)
         except Exception as error:
             log.exception("a step failed on the device")
-            self._recover(running.step, error)
+            self._recover(running.step, error, not self.probation.accuse(running.epoch, error))
             return False
+        self.probation.committed(running, self._step_us())
         self._outputs += self.scheduler.commit(running.step, results, running.epoch)
         self.phases.mark("commit")
         return True
 
-    def _recover(self, batch: ScheduledStep, error: Exception) -> None:
+    def _step_us(self) -> float | None:
+        """Microseconds since the step before was read; None where other work lay between."""
+        before_s, self._last_read_s = self._last_read_s, time.perf_counter()
+        if before_s is None or self.installer.is_disturbing:
+            return None
+        return (self._last_read_s - before_s) * 1e6
+
+    def _recover(
+        self, batch: ScheduledStep, error: Exception, blames_sequences: bool = True
+    ) -> None:
         """Starts over with empty pools: requests keep their tokens and are computed again."""
-        self._outputs += self.scheduler.fail_step(batch, f"the step failed: {error}")
+        reason = f"the step failed: {error}"
+        self._outputs += self.scheduler.fail_step(batch, reason, blames_sequences)
         self.state.rebuild()
         self.launcher.forget_slots()
+        self._last_read_s = None
 
-    def _advance_installation(self) -> None:
-        """A candidate that fails while it is gated takes along the state it was given."""
+    def _advance_changes(self) -> None:
+        """A candidate that fails while it is tried takes along the state it was given."""
+        if not self.sleeper.is_awake:
+            return
         try:
             wait_s = 0.0 if self.scheduler.has_work else IDLE_WAIT_S
+            self.installer.after_launch(self.in_flight)
             self.installer.advance(self.step_number, wait_s)
+            self.changes.start_proposal()
             self.kernels.advance(wait_s)
         except Exception as error:
             log.exception("a candidate program failed")
             running, self.in_flight = self.in_flight, None
             if running is not None:
-                self._recover(running.step, error)
+                self._recover(running.step, error, blames_sequences=False)
             else:
                 self.scheduler.allocator.forget_all()
                 self.state.rebuild()
@@ -190,7 +239,7 @@ class Engine:
 
     def _end_step(self, batch: ScheduledStep | None) -> list[RequestOutput]:
         self.phases.end_step()
-        self._advance_installation()
+        self._advance_changes()
         self.step_number += 1
         self._last_step_s = time.monotonic()
         self._iteration_tokens = batch.num_tokens if batch else 0
@@ -239,6 +288,8 @@ class Engine:
         """Ends the compiler process and waits for what the device still computes."""
         self.kernels.close()
         self.installer.close()
+        self.probation.close()
+        self.events.close()
         self.weights.close()
         self.sleeper.close()
         self.constraints.close()
@@ -268,8 +319,9 @@ class Engine:
     def admin(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
         return run_command(self, command, payload)
 
-    def _record(self, kind: str, **facts: Any) -> None:
-        log.info("%s %s", kind, facts)
+    def _record_lease(self, lease: Lease, used_s: float) -> None:
+        facts = {"agent": lease.agent, "used_ms": round(used_s * 1000, 3), "reason": lease.reason}
+        self.events.add("lease_ended", lease_id=lease.id, **facts)
 
     def stats(self) -> EngineStats:
         counters = self.scheduler.counters
@@ -294,6 +346,7 @@ class Engine:
             weights_path=self.weights.current.path,
             weights_digest=self.weights.current.digest,
             sleep_level=self.sleeper.level,
+            tune=self.leases.to_json(),
             phase_us=dict(self.phases.average_us),
         )
 

@@ -26,6 +26,8 @@ _FLUSH_LIMIT_S = 5.0  # how long closing waits for a slow disk
 log = logging.getLogger("polyjax.events")
 
 Event = dict[str, Any]
+Record = Callable[..., Any]
+"""Takes an event: its kind, and facts by keyword."""
 
 
 class AuditLog:

@@ -11,23 +11,23 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polyjax.compiler.kernel_files import KERNEL_FOLDER
 from polyjax.compiler.program import Kind
 from polyjax.core.errors import ConfigError, PolyjaxError, RequestError
 from polyjax.core.kernel_source import MAX_SOURCE_BYTES, KernelSource, digest_of, kernel_name
 from polyjax.core.ops import OPS
 from polyjax.core.plan import Plan
 from polyjax.engine.build import ProgramSource
-from polyjax.engine.install import Installation, Installer, InstallState
+from polyjax.engine.events import Record
+from polyjax.engine.install import Installer
+from polyjax.engine.installation import Installation, InstallState
 from polyjax.engine.programs import ProgramTable
 from polyjax.gates.file_trial import DEFAULT_TIMEOUT_S, FileTrial, FileTrialProcess
 from polyjax.gates.verdict import Verdict
-
-Record = Callable[..., None]
-"""Takes an event: its kind, and facts by keyword."""
 
 MAX_TIMEOUT_S = 3600.0
 REMEMBERED = 32
@@ -138,7 +138,7 @@ class KernelIntake:
 
     @property
     def _folder(self) -> Path:
-        return self._source.cache.directory / "kernels"
+        return self._source.cache.directory / KERNEL_FOLDER
 
     def advance(self, wait_s: float) -> None:
         """Does the next piece of work; `wait_s` is how long an idle engine may wait for a trial."""

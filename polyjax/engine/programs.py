@@ -64,6 +64,8 @@ class PendingSwap:
 class ProgramTable:
     """The plan in force and its predecessors, newest last, at most `resident` plans in all.
 
+    The predecessor always stays: a plan that turns out bad has to have somewhere to go back to.
+
     `epoch` numbers the changes: it names the plan in force in every response.
     """
 
@@ -72,7 +74,7 @@ class ProgramTable:
         self.epoch = 0
         self.swaps = 0
         self.rollbacks = 0
-        self._resident = max(resident, 1)
+        self._resident = max(resident, 2)
         self._previous: list[PlanPrograms] = []
         self._pending: PendingSwap | None = None
 

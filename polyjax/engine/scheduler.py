@@ -83,6 +83,16 @@ class Scheduler:
         return bool(self._roster.running or self._roster.waiting or self._outstanding)
 
     @property
+    def max_pages(self) -> int:
+        """Page table columns that a ladder has to reach."""
+        return self._max_pages(self.limits)
+
+    def counts_on_more(self, numerics: str) -> bool:
+        """Whether a living request asked for another numerics class than this one."""
+        living = self._roster.by_id.values()
+        return any(s.params.numerics not in (None, numerics) for s in living)
+
+    @property
     def max_total_tokens(self) -> int:
         """Longest sequence that can be served; its last token is never written to the cache."""
         return min(self.limits.max_model_len, self.allocator.capacity_tokens + 1)
@@ -207,19 +217,23 @@ class Scheduler:
             for s in started
         ]
 
-    def fail_step(self, step: ScheduledStep, error: str) -> list[RequestOutput]:
+    def fail_step(
+        self, step: ScheduledStep, error: str, blames_sequences: bool = True
+    ) -> list[RequestOutput]:
         """Re-queues everything after `step` failed and the page pools were rebuilt, empty.
 
         Steps launched after it are void, too. A sequence that failed repeatedly ends with an error,
         returned here. Those that failed once are readmitted one at a time, each after the one
-        before has got through a step: so the one to blame is found, and only that one ends.
+        before has got through a step: so the one to blame is found, and only that one ends. With
+        `blames_sequences` False a program is known to be the cause, and nothing is held against
+        sequences.
         """
         if not any(step is other for other in self._outstanding):
             raise ValueError(f"step {step.number} is not in flight")
         self._outstanding.clear()
         for launch in step.launches:
             for sequence in launch.sequences:
-                sequence.failed_steps += 1
+                sequence.failed_steps += blames_sequences
         self._roster.requeue_all()
         outputs = []
         for sequence in list(self._roster.waiting):

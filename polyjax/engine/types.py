@@ -216,10 +216,18 @@ class EngineConfig:
     fail_on_recompile: bool = False
     resident_plans: int = 2
     max_queued_requests: int = 1024
+    state_dir: str | None = None
+    audit_log: str | None = None
+    watch_steps: int = 200
+    tune_duty: float = 0.005
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("--gpu_memory_utilization must be in (0, 1]")
+        if not 0.0 <= self.tune_duty <= 1.0:
+            raise ConfigError("--tune_duty must be in [0, 1]")
+        if self.watch_steps < 1:
+            raise ConfigError("--watch_steps must be at least 1")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -283,6 +291,7 @@ class EngineStats:
     weights_path: str = ""
     weights_digest: str = ""
     sleep_level: int = 0
+    tune: dict[str, Any] = dataclasses.field(default_factory=dict)
     phase_us: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

@@ -155,7 +155,7 @@ class EquivalenceGate:
         if candidate.key.kind in DECODES:
             tokens, expected = found[0][:count], wanted[0][:count]
             if candidate.key.kind is Kind.DECODE_GREEDY:
-                self._assert_best(tokens, ours, evidence)
+                self.assert_best(tokens, ours, evidence)
             else:
                 moved = evidence["hidden_error"] + head_bound(self.spec)
                 self._assert_few_differ(tokens, expected, moved, evidence)
@@ -203,7 +203,7 @@ class EquivalenceGate:
         wanted = self._sample(reference, rows, hidden)[: len(rows.tokens)]
         evidence["rows"] = count
         if candidate.key.kind is Kind.SAMPLE_GREEDY:
-            self._assert_best(found, hidden[: len(found)], evidence)
+            self.assert_best(found, hidden[: len(found)], evidence)
         else:
             self._assert_few_differ(found, wanted, head_bound(self.spec), evidence)
 
@@ -282,9 +282,7 @@ class EquivalenceGate:
             pages[1, group, :count] = first + self._space.num_read + np.arange(count)
         return pages[0], pages[1]
 
-    def _assert_best(
-        self, tokens: np.ndarray, hidden: np.ndarray, evidence: dict[str, Any]
-    ) -> None:
+    def assert_best(self, tokens: np.ndarray, hidden: np.ndarray, evidence: dict[str, Any]) -> None:
         """Greedy tokens must be the best by the reference's own scores, or tie with it."""
         sizes = [k.bucket.tokens for k in self._programs if k.kind is Kind.SCORE]
         rows = min(size for size in sizes if size >= len(tokens))

@@ -1,0 +1,107 @@
+"""A candidate beside live traffic: shadow steps first, then the paired canary."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from polyjax.compiler.program import ProgramKey
+from polyjax.engine.canary import PairedCanary, timed
+from polyjax.engine.launcher import RunningStep
+from polyjax.engine.programs import PlanPrograms
+from polyjax.engine.promotion import Policy
+from polyjax.engine.shadow import GATE as SHADOW_GATE
+from polyjax.engine.shadow import ShadowRunner
+from polyjax.engine.state import DeviceState
+from polyjax.engine.step import ScheduledStep
+from polyjax.gates.equivalence import EquivalenceGate
+from polyjax.gates.verdict import Verdict
+
+
+class LiveTrial:
+    """The stages of one candidate that need live batches. The scratch pages are theirs meanwhile.
+
+    `shadowing` until enough shadow steps agreed; then `advance` runs the canary.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        incumbent: PlanPrograms,
+        candidate: PlanPrograms,
+        gate: EquivalenceGate,
+        policy: Policy,
+        one_at_a_time: bool,
+    ):
+        self._incumbent = incumbent
+        self._candidate = candidate
+        self._policy = policy
+        self._timer = timed(state)
+        self._runner = ShadowRunner(state, incumbent, candidate, gate, one_at_a_time)
+        self._steps_until_shadow = 0
+        self._last_shadow_s = time.monotonic()
+        self._worst: dict[str, float] = {}
+        self._cost_s = 0.0
+        self.shadowing = True
+        self.canary: PairedCanary | None = None
+
+    @property
+    def programs_shadowed(self) -> dict[ProgramKey, int]:
+        return dict(self._runner.shadowed)
+
+    def before_launch(self, step: ScheduledStep) -> None:
+        """Chooses what to shadow of a step about to be launched, if it is time for that again."""
+        self._steps_until_shadow -= 1
+        if self.shadowing and self._steps_until_shadow <= 0 and not self._runner.is_busy:
+            self._runner.before_launch(step)
+
+    def after_launch(self, running: RunningStep | None) -> None:
+        """Runs the candidate on a copy of what was launched. Raises what it raises."""
+        if running is None:
+            self._runner.forget_launch()
+        elif self._runner.is_busy:
+            self._runner.after_launch(running)
+            self._steps_until_shadow = self._policy.shadow_every
+
+    def collect(self) -> Verdict | None:
+        """A failed shadow step, or the verdict on all of them once there were enough.
+
+        Refuses a candidate that finds no traffic to shadow for too long.
+        """
+        verdict = self._runner.collect()
+        if verdict is None:
+            waited_s = time.monotonic() - self._last_shadow_s
+            if waited_s > self._policy.traffic_wait_s:
+                return Verdict(SHADOW_GATE, False, f"no traffic to shadow for {waited_s:.0f} s")
+            return None
+        self._last_shadow_s = time.monotonic()
+        self._cost_s += verdict.cost_s
+        for name in ("hidden_error", "kv_error", "differing_tokens"):
+            if name in verdict.evidence:
+                self._worst[name] = max(self._worst.get(name, 0), verdict.evidence[name])
+        if not verdict.passed:
+            return verdict
+        total = self._runner.shadowed.total()
+        if total < self._policy.shadow_steps:
+            return None
+        self.shadowing = False
+        self._runner.forget_launch()
+        runs, counts = self._runner.runs, self._runner.shadowed
+        self.canary = PairedCanary(self._incumbent, self._candidate, runs, counts, self._timer)
+        return Verdict(SHADOW_GATE, True, "", self.evidence(), self._cost_s)
+
+    def advance_canary(self) -> Verdict | None:
+        """Times one run; returns the verdict once there is one. Raises what a program raises."""
+        assert self.canary is not None
+        started_s = time.perf_counter()
+        verdict = self.canary.advance()
+        self._cost_s += time.perf_counter() - started_s
+        return None if verdict is None else dataclasses.replace(verdict, cost_s=self._cost_s)
+
+    def evidence(self) -> dict[str, Any]:
+        """How many steps were shadowed by program, and the worst that was seen."""
+        return {
+            "shadowed": {str(key): count for key, count in self._runner.shadowed.items()},
+            **self._worst,
+        }
