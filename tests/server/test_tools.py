@@ -6,8 +6,10 @@ renders a conversation's last message and that token: the last message is the an
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +21,11 @@ from openai.types.chat import ChatCompletion
 from tokenizers import AddedToken
 
 from polyjax.core.errors import ConfigError
+from polyjax.engine.scripted import Script, ScriptedEngine
+from polyjax.engine.types import EngineConfig
+from polyjax.io.files import open_model
 from polyjax.server.config import ServerConfig
+from polyjax.server.service import ServedModel
 from tests.server.serving import Server, running, write_model
 
 CHAT = "/v1/chat/completions"
@@ -348,6 +354,36 @@ def test_the_operator_may_leave_no_choice_to_the_model(showing: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Q"}], "tools": TOOLS, "max_tokens": 2}
     assert "--noenable_auto_tool_choice" in refused(showing.post(CHAT, body), "tool_choice")
     assert showing.post(CHAT, {**body, "tool_choice": "required"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("templates", "flags", "template", "parser"),
+    [
+        ({"default": "{{ tools }} <tool_call>"}, {}, "default", "hermes"),
+        ({"default": "x", "tool_use": "{{ tools }} <tool_call>"}, {}, "tool_use", "hermes"),
+        ({"default": "{{ tools }}"}, {"tool_call_parser": "mistral"}, "default", "mistral"),
+        ({"default": "{{ tools }}"}, {}, "default", None),
+        ({"default": "no tools <tool_call>"}, {}, None, "hermes"),
+        ({}, {}, None, None),
+    ],
+)
+def test_which_template_and_parser_a_model_gets(
+    model_dir: Path,
+    templates: dict[str, str],
+    flags: dict[str, Any],
+    template: str | None,
+    parser: str | None,
+) -> None:
+    files = dataclasses.replace(open_model(model_dir), chat_templates=templates)
+    info = ScriptedEngine(EngineConfig(), Script()).info
+    model = ServedModel.build(files, files.load_tokenizer(), info, ServerConfig(**flags))
+    found = model.tools.format
+    assert (found and found.name) == parser
+    if template is None:
+        assert model.tools.template is None
+    else:
+        rendered = model.tools.template_for_tools().render([], tools=[{"a": 1}])
+        assert rendered == templates[template].replace("{{ tools }}", "[{'a': 1}]")
 
 
 def test_a_parser_that_is_none() -> None:
