@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from polyjax.server.answers import Json
 from polyjax.server.choice import Choice, Delta
@@ -26,9 +26,9 @@ class CallReader:
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]
-        content = "".join(event for event in events if isinstance(event, str))
+        content = "".join([event for event in events if isinstance(event, str)])
         self._has_content |= bool(content)
-        return content, self._spell(event for event in events if isinstance(event, CallDelta))
+        return content, self._spell([event for event in events if isinstance(event, CallDelta)])
 
     def finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it: "tool_calls", but "stop" where the request named the function."""
@@ -39,7 +39,7 @@ class CallReader:
     def has_nothing(self) -> bool:
         return not self._has_content and not self._num_calls
 
-    def _spell(self, deltas: Iterable[CallDelta]) -> list[Json]:
+    def _spell(self, deltas: Sequence[CallDelta]) -> list[Json]:
         """One entry for each call that something was added to."""
         entries: dict[int, Json] = {}
         for delta in deltas:

@@ -19,7 +19,7 @@ def until_mark(text: str, mark: str, is_end: bool) -> tuple[str, str, str]:
 
 def _begun_at_end(text: str, mark: str) -> int:
     """Where the longest end of `text` lies that `mark` begins with; len(text) if there is none."""
-    for at in range(max(0, len(text) - len(mark) + 1), len(text)):
-        if mark.startswith(text[at:]):
-            return at
-    return len(text)
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[0], at + 1)
+    return at if at >= 0 else len(text)
