@@ -84,10 +84,8 @@ def proposal(engine: Engine, payload: Payload) -> Answer:
 
 def events(engine: Engine, payload: Payload) -> Answer:
     _only(payload, "after", "limit")
-    after = _integer(payload, "after", 0, 2**53, 0)
-    found = engine.events.after(after, _integer(payload, "limit", 1, CAPACITY, CAPACITY))
-    following = found[-1]["number"] if found else max(after, engine.events.oldest - 1)
-    return {"events": found, "next": following, "oldest": engine.events.oldest}
+    after, limit = _integer(payload, "after", 0, 2**53, 0), payload.get("limit", CAPACITY)
+    return engine.events.answer(after, _integer({"limit": limit}, "limit", 1, CAPACITY))
 
 
 # -- limits and ladder -----------------------------------------------------------------------

@@ -111,6 +111,12 @@ class EventLog:
         later = [event for event in self._events if event["number"] > number]
         return later[:limit]
 
+    def answer(self, after: int, limit: int = CAPACITY) -> Event:
+        """What the "events" command answers: the events, and where to go on from."""
+        found = self.after(after, limit)
+        following = found[-1]["number"] if found else max(after, self.oldest - 1)
+        return {"events": found, "next": following, "oldest": self.oldest}
+
     @property
     def oldest(self) -> int:
         """The number of the oldest event that can still be read; one past the last if none."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from polyjax.core.errors import ConfigError, RequestError
+from polyjax.engine.events import EventLog
 from polyjax.engine.types import (
     EngineConfig,
     EngineInfo,
@@ -84,6 +85,7 @@ class ScriptedEngine:
         self._waiting: list[_Running] = []
         self._running: list[_Running] = []
         self._plans = ["default"]
+        self._events = EventLog(lambda: (self._stats.step, self._stats.epoch))
         self._stats = EngineStats(plan_digest="default", last_step_monotonic_s=time.monotonic())
         self._next_step_s = 0.0
         name = config.served_model_name or config.model or "scripted"
@@ -140,6 +142,8 @@ class ScriptedEngine:
         match command:
             case "plan":
                 pass
+            case "events":
+                return self._events.answer(payload.get("after", 0))
             case "plan/install":
                 if not isinstance(digest := payload.get("digest"), str):
                     raise RequestError("digest must be a string", "digest")
@@ -229,3 +233,4 @@ class ScriptedEngine:
             swaps=self._stats.swaps + swaps,
             rollbacks=self._stats.rollbacks + rollbacks,
         )
+        self._events.add("swap" if swaps else "rollback", plan=self._plans[-1])

@@ -21,7 +21,9 @@ async def plan(service: Service, scope: Scope, receive: Receive, send: Send) -> 
     """GET tells the plan in force; POST installs the one that the JSON body describes."""
     service.ready_model()
     if scope["method"] == "POST":
-        result = await service.client.admin("plan/install", await _payload(service, scope, receive))
+        result = await service.client.admin(
+            "plan/install", await read_payload(service, scope, receive)
+        )
     else:
         result = await service.client.admin("plan", {})
     await send_json(send, 200, msgspec.json.encode(result))
@@ -29,7 +31,9 @@ async def plan(service: Service, scope: Scope, receive: Receive, send: Send) -> 
 
 async def roll_back(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     service.ready_model()
-    result = await service.client.admin("plan/rollback", await _payload(service, scope, receive))
+    result = await service.client.admin(
+        "plan/rollback", await read_payload(service, scope, receive)
+    )
     await send_json(send, 200, msgspec.json.encode(result))
 
 
@@ -37,7 +41,7 @@ async def kernels(service: Service, scope: Scope, receive: Receive, send: Send) 
     """GET tells of the kernel files that came; POST takes another: {"path", "op"?, "name"?}."""
     service.ready_model()
     if scope["method"] == "POST":
-        payload = await _payload(service, scope, receive)
+        payload = await read_payload(service, scope, receive)
         if not isinstance(path := payload.get("path"), str):
             raise RequestError("path must be a string: a Python file of the server's host", "path")
         try:
@@ -61,7 +65,8 @@ async def statistics(service: Service, scope: Scope, receive: Receive, send: Sen
     await send_json(send, 200, msgspec.json.encode(answer))
 
 
-async def _payload(service: Service, scope: Scope, receive: Receive) -> dict[str, Any]:
+async def read_payload(service: Service, scope: Scope, receive: Receive) -> dict[str, Any]:
+    """The JSON object in a request's body, {} without one. Raises RequestError."""
     raw = await read_body(scope, receive, service.config.max_body_bytes)
     try:
         payload = msgspec.json.decode(raw or b"{}")

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from polyjax.core.errors import RequestError
-from polyjax.server import admin, completions, maintenance, probes, tokens
+from polyjax.server import admin, completions, maintenance, probes, promotions, tokens
 from polyjax.server.endpoint import Endpoint, Handler
 from polyjax.server.errors import error_body
 from polyjax.server.service import Service
@@ -44,10 +44,19 @@ def build_app(service: Service) -> ASGIApp:
         route("/version", probes.version),
     ]
     if config.admin_key is not None:
-        admins = (config.admin_key,)
+        admins, both = (config.admin_key,), ("GET", "POST")
+        commands = promotions.commands
         routes += [
             route("/admin/plan", admin.plan, ("GET", "POST"), admins),
             route("/admin/plan/rollback", admin.roll_back, post, admins),
+            route("/admin/plan/proposals", commands(None, "plan/propose"), post, admins),
+            route("/admin/plan/proposals/{proposal_id:int}", promotions.proposal, keys=admins),
+            route("/admin/events", promotions.events, keys=admins),
+            route("/admin/limits", commands("limits", "limits/set"), both, admins),
+            route("/admin/ladder", commands("ladder", "ladder/set"), both, admins),
+            route("/admin/tune/lease", commands(None, "tune/lease"), post, admins),
+            route("/admin/tune/check", commands(None, "tune/check"), post, admins),
+            route("/admin/tune/release", commands(None, "tune/release"), post, admins),
             route("/admin/kernels", admin.kernels, ("GET", "POST"), admins),
             route("/admin/stats", admin.statistics, keys=admins),
             route("/admin/weights", maintenance.weights, ("GET", "POST"), admins),
