@@ -96,6 +96,8 @@ def compile_op(candidate: OpCandidate, spec: ChainSpec, avals: Any, path: str) -
 
 
 def load_op(path: str) -> Callable[..., Any]:
-    """Returns the chain that `compile_op` wrote to `path`."""
+    """Returns the chain that `compile_op` wrote to `path`, for the first device."""
     payload, in_tree, out_tree = pickle.loads(Path(path).read_bytes())
-    return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+    return serialize_executable.deserialize_and_load(
+        payload, in_tree, out_tree, execution_devices=jax.devices()[:1]
+    )

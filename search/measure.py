@@ -84,7 +84,18 @@ class MeasuringProcess:
     def open(self, setup: Any) -> Any:
         """Opens the bench of a setup; returns its `opened`. Raises MeasureError if it cannot be."""
         self._setup, self._name = setup, f"bench {self._process.starts} {id(setup)}"
-        return pickle.loads(base64.b64decode(self._open()))
+        return self._open()
+
+    def ask(self, function: Callable[..., str], *arguments: Any) -> Any:
+        """Returns what a function of ours answers, pickled in base64, before any candidate ran.
+
+        Raises MeasureError if it fails.
+        """
+        answer = self._process.call(function, *arguments, timeout_s=self._open_timeout_s)
+        if answer.status != "ok":
+            self._process.kill()
+            raise MeasureError(f"the measuring process cannot start: {answer.error}")
+        return pickle.loads(base64.b64decode(str(answer.result)))
 
     def measure(self, *arguments: Any) -> Measurement:
         """Measures a candidate on the open bench."""
@@ -94,18 +105,12 @@ class MeasuringProcess:
         """Runs every gate on a candidate that is about to be promoted."""
         return self._run(measure_jobs.judge, (candidate,))
 
-    def _open(self) -> str:
-        answer = self._process.call(
-            measure_jobs.open_bench, self._name, self._setup, timeout_s=self._open_timeout_s
-        )
-        if answer.status != "ok":
-            self._process.kill()
-            raise MeasureError(f"the measuring process cannot start: {answer.error}")
-        return str(answer.result)
+    def _open(self) -> Any:
+        return self.ask(measure_jobs.open_bench, self._name, self._setup)
 
     def _run(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Measurement:
         if not self._process.alive:
-            self._open()
+            self._open()  # what it says again is what it said at first
         answer = self._process.call(job, self._name, *arguments, timeout_s=self._trial_timeout_s)
         if answer.status == "ok":
             return _checked(answer)

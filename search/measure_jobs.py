@@ -7,9 +7,10 @@ import pickle
 from typing import Any
 
 from polyjax.core.plan import Plan
+from polyjax.engine.types import EngineConfig
 from search.compile_jobs import OpCandidate
 from search.op_bench import OpBench, OpSetup
-from search.plan_bench import PlanBench, PlanSetup
+from search.plan_bench import PlanBench, PlanSetup, describe
 
 _benches: dict[str, Any] = {}  # the one that is open, by what it was opened for
 
@@ -22,7 +23,16 @@ def open_bench(name: str, setup: PlanSetup | OpSetup) -> str:
     """
     _benches.clear()  # its arrays go before the next one's come
     _benches[name] = PlanBench(setup) if isinstance(setup, PlanSetup) else OpBench(setup)
-    return base64.b64encode(pickle.dumps(_benches[name].opened)).decode()
+    return _pickled(_benches[name].opened)
+
+
+def describe_model(config: EngineConfig) -> str:
+    """Returns a pickled DescribedModel: what there is to tune in a model, without its weights."""
+    return _pickled(describe(config))
+
+
+def _pickled(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def measure(name: str, *arguments: Any) -> dict[str, Any]:

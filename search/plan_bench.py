@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from polyjax.compiler.cache import ProgramCache
@@ -26,7 +25,6 @@ from polyjax.compiler.program import (
 )
 from polyjax.compiler.state import StateSpec, page_bytes
 from polyjax.compiler.workloads import step_workloads
-from polyjax.core.batch_layout import BatchLayout
 from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.op import Workload
@@ -39,14 +37,14 @@ from polyjax.engine.warm import warm
 from polyjax.gates import environment
 from polyjax.gates.candidate import GateFailure, same_bits
 from polyjax.gates.equivalence import EquivalenceGate, assert_close, forward_bound
-from polyjax.gates.scratch import ScratchRows, ScratchSpace
 from polyjax.gates.settings import Settings
 from polyjax.gates.verdict import Verdict
 from polyjax.io.digest import ParamsDigest
 from polyjax.io.files import no_progress, open_model
 from search.environment import facts
 from search.paired import Effort, compare_arms, noise
-from search.traffic import Row, Step, Traffic, TrafficSpec, buckets_used, draw, launches
+from search.replay import Call, Packer, PlanArm, pack_call, pool_filler, row_inputs
+from search.traffic import Traffic, TrafficSpec, buckets_used, draw, launches
 
 _clock = time.perf_counter
 
@@ -133,43 +131,58 @@ def _ends(buckets: Sequence[Bucket]) -> Iterable[Bucket]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """One launch of a step: its program and packed rows, and the sampler after a prefill."""
+class DescribedModel:
+    """What there is to tune in a model: its plan without a search, and the step's workloads."""
 
-    program: StepProgram
-    flat: np.ndarray
-    sampler: StepProgram | None
-    sampler_rows: np.ndarray | None
-    rows: tuple[int, ...]
+    device_kind: str
+    platform: str
+    environment: dict[str, str]
+    base: Plan
+    workloads: dict[str, Workload]
 
 
-class PlanArm:
-    """A plan's programs on replayed traffic; all arms of a bench share one state."""
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """A model that is open but not loaded: sizes, plan and ladder as an engine would have them."""
 
-    def __init__(self, state: DeviceState, calls: Mapping[str, list[list[_Call]]]):
-        self._state, self.calls = state, calls
-        self.groups = tuple(calls)
+    model: build.OpenedModel
+    mesh_plan: MeshPlan
+    device: Any
+    sizing: build.Sizing
+    base: Plan
 
-    def run(self, group: str) -> Any:
-        results = [self.launch(call)[1] for step in self.calls[group] for call in step]
-        return results, self._state.kv
+    @property
+    def ladder(self) -> BucketLadder:
+        assert self.base.ladder is not None
+        return self.base.ladder
 
-    def units(self, group: str) -> int:
-        return len(self.calls[group])
+    def workloads(self) -> dict[str, Workload]:
+        """Every workload of the base plan's programs."""
+        keys = program_keys(self.ladder, fused_gumbel=False)
+        spec, plan = self.sizing.spec, program_plan(self.base)
+        requests = [ProgramRequest(spec, plan, key) for key in keys]
+        return step_workloads(requests, self.mesh_plan.mesh())
 
-    def launch(self, call: _Call) -> tuple[Any, Any]:
-        """Dispatches one launch; returns last hidden states [B,D] and tokens [B]."""
-        state = self._state
-        if call.sampler is None:
-            state.kv, state.last_tokens, tokens, hidden = call.program(
-                state.params, state.kv, state.last_tokens, call.flat
-            )
-            return hidden, tokens
-        state.kv, hidden, _ = call.program(state.params, state.kv, state.last_tokens, call.flat)
-        state.last_tokens, tokens = call.sampler(
-            state.head, state.last_tokens, hidden, call.sampler_rows
-        )
-        return hidden, tokens
+
+def _sized(config: EngineConfig) -> _Sized:
+    mesh_plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
+    device = mesh_plan.mesh().devices.flat[0]
+    model = build.open_served_model(config, open_model(config.model), device.platform)
+    sizing = build.size_engine(config, model, mesh_plan, device)
+    plan = build.initial_plan(config, sizing, mesh_plan, device)
+    ladder = build.engine_ladder(config, sizing, plan, device)
+    base = dataclasses.replace(plan, ladder=ladder)
+    return _Sized(model, mesh_plan, device, sizing, base)
+
+
+def describe(config: EngineConfig) -> DescribedModel:
+    """Returns what can be tuned in a model; reads its config alone.
+
+    Raises ConfigError or ModelError as an engine does.
+    """
+    sized = _sized(config)
+    kind, platform = sized.device.device_kind, sized.device.platform
+    return DescribedModel(kind, platform, facts(sized.device), sized.base, sized.workloads())
 
 
 class PlanBench:
@@ -179,40 +192,33 @@ class PlanBench:
         environment.watch()  # before any candidate is loaded
         self._setup = setup
         self._settings = Settings.now()
-        config = setup.config
-        mesh_plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
-        self._mesh = mesh_plan.mesh()
-        device = self._mesh.devices.flat[0]
-        model = build.open_served_model(config, open_model(config.model), device.platform)
+        sized = _sized(setup.config)
+        self._mesh = sized.mesh_plan.mesh()
         params = build.load_weights(
-            config, model, self._mesh, mesh_plan, no_progress, ParamsDigest()
+            setup.config, sized.model, self._mesh, sized.mesh_plan, no_progress, ParamsDigest()
         )
-        sizing = build.size_engine(config, model, mesh_plan, device)
-        plan = build.initial_plan(config, sizing, mesh_plan, device)
-        ladder = build.engine_ladder(config, sizing, plan, device)
-        base = dataclasses.replace(plan, ladder=ladder)
-        limits = sizing.limits
+        limits, ladder = sized.sizing.limits, sized.ladder
         chunk = min(limits.max_num_batched_tokens, max(b.tokens for b in ladder.prefill))
         traffic = draw(setup.traffic, limits.max_model_len, limits.max_num_seqs, chunk)
-        self.spec = _twin_spec(sizing.spec, ladder, setup.pool_bytes)
-        self.state = DeviceState(self.spec, mesh_plan, self._mesh, params)
+        self.spec = _twin_spec(sized.sizing.spec, ladder, setup.pool_bytes)
+        self.state = DeviceState(self.spec, sized.mesh_plan, self._mesh, params)
         self._cache = ProgramCache(setup.cache_directory)
-        self._warm_calls = max(build.platform_defaults(device.platform).warm_calls, 1)
-        max_pages = -(-limits.max_model_len // self.spec.page_size)
+        platform = sized.device.platform
+        self._warm_calls = max(build.platform_defaults(platform).warm_calls, 1)
         self.opened = OpenedPlan(
-            device_kind=device.device_kind,
-            platform=device.platform,
-            environment=facts(device),
+            device_kind=sized.device.device_kind,
+            platform=platform,
+            environment=facts(sized.device),
             spec=self.spec,
-            base=base,
+            base=sized.base,
             traffic=traffic,
-            max_pages=max_pages,
+            max_pages=-(-limits.max_model_len // self.spec.page_size),
             num_devices=len(jax.devices()),
-            workloads=self._workloads(base),
+            workloads=sized.workloads(),
         )
-        self._filled = _filler(self.state, setup.seed)
+        self._filled = pool_filler(self.state, setup.seed)
         self._rows = {
-            group: [_row_inputs(self.spec, step, setup.seed + n) for n, step in enumerate(steps)]
+            group: [row_inputs(self.spec, step, setup.seed + n) for n, step in enumerate(steps)]
             for group, steps in traffic.steps.items()
         }
         self._truth: PlanArm | None = None
@@ -261,13 +267,6 @@ class PlanBench:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _workloads(self, base: Plan) -> dict[str, Workload]:
-        """Every workload of the base plan's programs."""
-        assert base.ladder is not None
-        keys = program_keys(base.ladder, fused_gumbel=False)
-        requests = [ProgramRequest(self.spec, program_plan(base), key) for key in keys]
-        return step_workloads(requests, self._mesh)
-
     def _load(self, plan: Plan, keys: Iterable[ProgramKey]) -> dict[ProgramKey, StepProgram]:
         """Raises RuntimeError where a program is not in the cache."""
         programs = {}
@@ -311,14 +310,17 @@ class PlanBench:
         """The plan's launches for the traffic."""
         assert plan.ladder is not None
         chooser = BucketChooser(plan.ladder, self.opened.max_pages)
-        packer = _Packer(self.spec)
-        calls: dict[str, list[list[_Call]]] = {}
+        packer = Packer(self.spec)
+        calls: dict[str, list[list[Call]]] = {}
         for group, steps in self.opened.traffic.steps.items():
             calls[group] = []
             for step, inputs in zip(steps, self._rows[group], strict=True):
                 cut = launches(step, group, chooser, self.spec.page_size)
                 calls[group].append(
-                    [_call(programs, group, bucket, rows, inputs, packer) for bucket, rows in cut]
+                    [
+                        pack_call(programs, group, bucket, rows, inputs, packer)
+                        for bucket, rows in cut
+                    ]
                 )
         return PlanArm(self.state, calls)
 
@@ -374,68 +376,6 @@ def reference_plan(base: Plan) -> Plan:
     return Plan(mesh=base.mesh, ladder=base.ladder)
 
 
-class _Packer:
-    """Packs traffic rows: what they read lies all over the pool, what they write in scratch."""
-
-    def __init__(self, spec: StateSpec):
-        self.spec = spec
-        self.space = ScratchSpace(spec)
-
-    def pack(self, inputs: ScratchRows, rows: Sequence[int], bucket: Bucket) -> np.ndarray:
-        picked = ScratchRows(
-            tuple(inputs.tokens[row] for row in rows),
-            inputs.context_lens[list(rows)],
-            inputs.seeds[list(rows)],
-            inputs.temperatures[list(rows)],
-        )
-        flat = self.space.pack(picked, bucket)
-        batch = BatchLayout(bucket, len(self.space.groups)).split(flat)
-        size = self.spec.page_size
-        for index in range(len(self.space.groups)):
-            usable = self.spec.num_pages[index] - self.spec.scratch_pages - 1
-            for place, row in enumerate(rows):
-                start = int(picked.context_lens[place]) - len(picked.tokens[place])
-                first = int(batch.first_pages[index, place])
-                logical = np.arange(first, start // size)
-                table = batch.page_tables[index, place]
-                table[: len(logical)] = 1 + (row * bucket.pages + logical) % max(usable, 1)
-        return flat
-
-
-def _call(
-    programs: Mapping[ProgramKey, StepProgram],
-    group: str,
-    bucket: Bucket,
-    rows: Sequence[int],
-    inputs: ScratchRows,
-    packer: _Packer,
-) -> _Call:
-    flat = packer.pack(inputs, rows, bucket)
-    if group == "decode":
-        program = programs[ProgramKey(Kind.DECODE_GREEDY, bucket)]
-        return _Call(program, flat, None, None, tuple(rows))
-    size = BatchLayout(bucket, len(packer.space.groups)).sampler_size
-    sampler = programs[ProgramKey(Kind.SAMPLE_GREEDY, Bucket(1, bucket.sequences, 0))]
-    program = programs[ProgramKey(Kind.PREFILL, bucket)]
-    return _Call(program, flat, sampler, flat[:size], tuple(rows))
-
-
-def _row_inputs(spec: StateSpec, step: Step, seed: int) -> ScratchRows:
-    """Random tokens for a step's rows, the same whatever buckets they run in."""
-    rng = np.random.default_rng(seed)
-    vocab = spec.config.vocab_size
-
-    def tokens(row: Row) -> np.ndarray:
-        return rng.integers(0, vocab, row.tokens)
-
-    return ScratchRows(
-        tuple(tokens(row) for row in step),
-        np.array([row.context for row in step]),
-        np.zeros(len(step), np.int64),
-        np.zeros(len(step), np.float32),
-    )
-
-
 def _twin_spec(spec: StateSpec, ladder: BucketLadder, pool_bytes: int) -> StateSpec:
     """The state's spec with a small pool: scratch for the widest launch, pages to read."""
     size = spec.page_size
@@ -447,20 +387,6 @@ def _twin_spec(spec: StateSpec, ladder: BucketLadder, pool_bytes: int) -> StateS
     usable = max(16, pool_bytes // cost)
     pages = tuple(min(count, 1 + usable) + scratch for count in spec.num_pages)
     return dataclasses.replace(spec, num_pages=pages, scratch_pages=scratch)
-
-
-def _filler(state: DeviceState, seed: int) -> Callable[[], tuple[jax.Array, ...]]:
-    """Compiled: pools whose pages all hold the same random numbers, whichever page is read."""
-    rng = np.random.default_rng(seed)
-    pages = [rng.standard_normal(pool.shape[1:]).astype(pool.dtype) for pool in state.kv]
-    shardings = tuple(pool.sharding for pool in state.kv)
-    shapes = [pool.shape for pool in state.kv]
-
-    def fill() -> tuple[jax.Array, ...]:
-        pairs = zip(pages, shapes, strict=True)
-        return tuple(jnp.broadcast_to(jnp.asarray(page), shape) for page, shape in pairs)
-
-    return jax.jit(fill, out_shardings=shardings).lower().compile()
 
 
 def _outcome(

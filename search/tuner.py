@@ -43,10 +43,10 @@ class Budget:
     """When a run ends: `deadline_s` of time.monotonic(), or after so many new trials."""
 
     deadline_s: float = math.inf
-    max_trials: int = 0
+    max_trials: float = math.inf
 
     def is_spent(self, trials: int) -> bool:
-        return time.monotonic() >= self.deadline_s or 0 < self.max_trials <= trials
+        return time.monotonic() >= self.deadline_s or trials >= self.max_trials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,11 @@ class Tuner:
         self.new_trials = 0
         self.start_us = math.nan
         self.best = Best(target.start, math.nan, 0)
+
+    @property
+    def gain(self) -> float:
+        """How much less the point in force costs than the starting point, as a ratio."""
+        return self.start_us / self.best.cost_us if self.best.trial else 1.0
 
     def run(self) -> None:
         """Searches until the budget or the space is used up.
@@ -213,7 +218,7 @@ class Tuner:
         limit = self._pool.size + 2
         while not self._is_exhausted and len(self._in_flight) + len(self._ready) < limit:
             asked = self.new_trials + len(self._in_flight) + len(self._ready)
-            if 0 < self._budget.max_trials <= asked:
+            if asked >= self._budget.max_trials:
                 return
             point = self._agent.ask()
             if point is None:

@@ -1,0 +1,261 @@
+"""A tuning run from its config: what is searched, for how long, into which ledger.
+
+`tune_plan` searches a model's step plan, `tune_kernels` the schedules of its kernels, `tune_op` one
+workload. All go on where the ledger stopped and return the best plan or candidate there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from polyjax.compiler.cache import default_cache_dir
+from polyjax.core.chips import chip
+from polyjax.core.errors import ConfigError
+from polyjax.core.op import Choice, Workload
+from polyjax.core.plan import Plan
+from polyjax.engine.types import EngineConfig
+from search.agents import AGENTS
+from search.compile_jobs import OpCandidate
+from search.compile_pool import CompilePool
+from search.cost.learned import CostModel
+from search.edits import Edit
+from search.kernels import kernel_named
+from search.ledger import Ledger
+from search.measure import TRIAL_TIMEOUT_S, MeasuringProcess
+from search.measure_jobs import describe_model
+from search.op_bench import OpSetup
+from search.paired import Effort
+from search.plan_bench import PlanSetup
+from search.space import Point
+from search.targets import OpTarget, PlanTarget, Target, tunable
+from search.traffic import TrafficSpec
+from search.tuner import Budget, Progress, Tuner
+
+OnTrial = Callable[[str, Progress], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run. `budget_s` and `max_trials` (0: no limit) count this run alone.
+
+    Without `resume` a ledger that knows this search already is refused. `environment` is added to
+    that of the measuring and compiling processes.
+    """
+
+    ledger: Path
+    resume: bool = False
+    budget_s: float = 1800.0
+    max_trials: int = 0
+    agent: str = "bandit"
+    seed: int = 0
+    workers: int = 0
+    trial_timeout_s: float = TRIAL_TIMEOUT_S
+    effort: Effort = dataclasses.field(default_factory=Effort)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.agent not in AGENTS:
+            raise ConfigError(f"--agent={self.agent}: must be one of {', '.join(AGENTS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a run came to: the plan in force in the ledger, and what it gained over the start."""
+
+    plan: Plan
+    gain: float
+    trials: int
+
+
+def no_progress(name: str, progress: Progress) -> None:
+    """For runs that nobody watches."""
+
+
+class Session:
+    """The processes and the ledger of a run, shared by the targets it goes through."""
+
+    def __init__(self, run: RunConfig, on_trial: OnTrial = no_progress):
+        self.run = run
+        self._on_trial = on_trial
+        self._deadline_s = time.monotonic() + run.budget_s
+        self._trials_left = float(run.max_trials or math.inf)
+        self.measurer = MeasuringProcess(run.environment, run.trial_timeout_s)
+        self.pool = CompilePool(run.workers, environment=run.environment)
+        self.ledger: Ledger | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._deadline_s or self._trials_left <= 0
+
+    def open_ledger(self, environment: Mapping[str, str]) -> Ledger:
+        if self.ledger is None:
+            self.ledger = Ledger(self.run.ledger, environment)
+        return self.ledger
+
+    def tuner(
+        self, target: Target, platform: str, predict: Callable[[Point], float] | None, share: float
+    ) -> Tuner:
+        """Returns the tuner of a target, which gets a share of the time that is left."""
+        assert self.ledger is not None
+        if not self.run.resume:
+            refuse_known(self.ledger, target)
+        now = time.monotonic()
+        return Tuner(
+            self.ledger,
+            target,
+            self.measurer,
+            self.pool,
+            AGENTS[self.run.agent](target.space, self.run.seed, predict),
+            Budget(now + share * max(0.0, self._deadline_s - now), self._trials_left),
+            self.run.effort,
+            lambda progress: self._heard(target.name, progress),
+            share_cores=platform == "cpu",
+        )
+
+    def close(self) -> None:
+        self.pool.close()
+        self.measurer.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _heard(self, name: str, progress: Progress) -> None:
+        self._trials_left -= 1
+        self._on_trial(name, progress)
+
+
+@contextlib.contextmanager
+def session(run: RunConfig, on_trial: OnTrial = no_progress) -> Iterator[Session]:
+    """The session of a run; its processes end with it, however it ends."""
+    opened = Session(run, on_trial)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def refuse_known(ledger: Ledger, target: Target) -> None:
+    """Raises ConfigError if the ledger has trials of this search: going on has to be asked for."""
+    known = sum(target.point(t.candidate) is not None for t in ledger.trials(target.name))
+    if known:
+        raise ConfigError(
+            f"{ledger.path} has {known} trials of {target.name} already: pass --resume to go on "
+            "from them, or another --ledger"
+        )
+
+
+def cache_directory(config: EngineConfig) -> str:
+    """Where step programs are kept. Raises ConfigError where the config forbids that."""
+    if config.compile_cache_dir == "none":
+        raise ConfigError("--compile_cache_dir=none: tuning passes programs through the cache")
+    return str(config.compile_cache_dir or default_cache_dir())
+
+
+def tune_plan(
+    config: EngineConfig,
+    traffic: TrafficSpec,
+    run: RunConfig,
+    first_edits: Sequence[Edit] = (),
+    on_trial: OnTrial = no_progress,
+    on_best: Callable[[Plan], None] = lambda plan: None,
+) -> Found:
+    """Searches the plan of a model's step; `on_best` hears of each plan that comes into force."""
+    setup = PlanSetup(config, traffic, cache_directory(config), run.seed, run.effort)
+
+    def heard(name: str, progress: Progress) -> None:
+        if progress.best.trial == progress.last.id:
+            on_best(target.plans[progress.best.point])
+        on_trial(name, progress)
+
+    with session(run, heard) as opened:
+        found = opened.measurer.open(setup)
+        opened.open_ledger(found.environment)
+        target = PlanTarget(setup, found, first_edits)
+        tuner = opened.tuner(target, found.platform, None, 1.0)
+        try:
+            tuner.run()
+        finally:  # also when it is interrupted: what is in force so far
+            on_best(target.plans[tuner.best.point])
+        return Found(target.plans[tuner.best.point], tuner.gain, tuner.new_trials)
+
+
+def tune_kernels(
+    config: EngineConfig,
+    run: RunConfig,
+    op: str = "",
+    on_trial: OnTrial = no_progress,
+    on_best: Callable[[Plan], None] = lambda plan: None,
+) -> Found:
+    """Searches the schedules of every kernel a model's step may use, costliest workload first.
+
+    `op` narrows it to one op. Returns the model's plan with the winners in it.
+    """
+    with session(run, on_trial) as opened:
+        described = opened.measurer.ask(describe_model, config)
+        pairs = tunable(described.workloads, described.platform)
+        pairs = [(w, k) for w, k in pairs if op in ("", w.op)]
+        if not pairs:
+            raise ConfigError(f"no workload of {op!r} in this model's step has a kernel here")
+        opened.open_ledger(described.environment)
+        plan, gains, trials = described.base, [1.0], 0
+        for number, (workload, kernel) in enumerate(pairs):
+            if opened.is_over:
+                break
+            start = in_force(plan, workload)
+            share = 1.0 / (len(pairs) - number)
+            tuner, winner = _tune_op(opened, workload, kernel.name, start, share)
+            trials += tuner.new_trials
+            gains.append(tuner.gain)
+            plan = with_choice(plan, workload, winner)
+            on_best(plan)
+        return Found(plan, max(gains), trials)
+
+
+def tune_op(
+    workload: Workload, run: RunConfig, kernel_name: str = "", on_trial: OnTrial = no_progress
+) -> tuple[OpCandidate, float]:
+    """Searches one workload; returns what is in force in the end and its gain over the start."""
+    with session(run, on_trial) as opened:
+        tuner, winner = _tune_op(opened, workload, kernel_name, None, 1.0)
+        return winner, tuner.gain
+
+
+def _tune_op(
+    opened: Session, workload: Workload, kernel_name: str, start: OpCandidate | None, share: float
+) -> tuple[Tuner, OpCandidate]:
+    seed = int.from_bytes(os.urandom(4))  # inputs that no candidate can have been made for
+    found = opened.measurer.open(OpSetup(workload, seed, opened.run.effort))
+    ledger = opened.open_ledger(found.environment)
+    predict = None
+    if kernel_name:
+        model = CostModel(chip(found.device_kind), opened.run.seed)
+        model.update(list(ledger.trials(workload.key, "passed")), {workload.key: workload})
+        predict = model.prior(kernel_named(kernel_name), workload)
+    with tempfile.TemporaryDirectory(prefix="polyjax-chains-") as folder:
+        target = OpTarget(workload, found, Path(folder), kernel_name, start, predict)
+        tuner = opened.tuner(target, found.platform, predict, share)
+        tuner.run()
+        return tuner, target.judged(tuner.best.point)
+
+
+def in_force(plan: Plan, workload: Workload) -> OpCandidate:
+    """What a plan computes a workload with."""
+    choice = dict(plan.choices).get(workload.key)
+    if choice is None:
+        return OpCandidate(workload, form="platform")
+    return OpCandidate(workload, choice.kernel, choice.schedule)
+
+
+def with_choice(plan: Plan, workload: Workload, winner: OpCandidate) -> Plan:
+    """The plan with a winner in the workload's place."""
+    choices = dict(plan.choices)
+    choices.pop(workload.key, None)
+    if winner.kernel:
+        choices[workload.key] = Choice(winner.kernel, winner.schedule)
+    return dataclasses.replace(plan, choices=tuple(sorted(choices.items())))
