@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -106,19 +106,25 @@ class Memory:
         return sum(kept(window) * size for window, size in self.token_bytes)
 
 
-def memory(config: ModelConfig, dtype: str = "float32", plan: MeshPlan | None = None) -> Memory:
-    """Returns what weights and KV cache take on each device of `plan`, or on one; loads nothing."""
+def memory(
+    config: ModelConfig,
+    dtype: str = "float32",
+    plan: MeshPlan | None = None,
+    specs: Mapping[str, ParamSpec] | None = None,
+) -> Memory:
+    """Returns what weights and KV cache take on each device of `plan`, or on one; loads nothing.
+
+    `specs` are those of `abstract`, where the caller has them: a large model takes a second.
+    """
     plan = plan or MeshPlan()
+    specs = abstract(config, dtype).specs if specs is None else specs
 
     def size(shape: Sequence[int], axes: Sequence[str | None], dtype: str) -> int:
         return num_bytes(shape, dtype) // plan.ways(axes)
 
     groups = [(group, group.page_shape(page_size=1)) for group in config.kv_groups()]
     return Memory(
-        sum(
-            size(spec.shape, spec.axes, spec.dtype or dtype)
-            for spec in abstract(config, dtype).specs.values()
-        ),
+        sum(size(spec.shape, spec.axes, spec.dtype or dtype) for spec in specs.values()),
         tuple(
             (group.window, len(group.layers) * size((1, *shape), group.axes, dtype))
             for group, shape in groups

@@ -18,9 +18,9 @@ from flax import nnx
 
 MEMBERS = 4
 HIDDEN = 32
-STEPS = 300
+STEPS = 600
 LEARNING_RATE = 1e-2
-WEIGHT_DECAY = 1e-2
+WEIGHT_DECAY = 3e-2
 PAIRS = 128  # of one training step and member
 TEMPERATURE = 0.05  # relative difference at which a pair counts as decided
 NOISE = 0.005  # relative difference of two schedules that measurement does not tell apart
