@@ -8,8 +8,7 @@ from __future__ import annotations
 import jax
 
 import models
-from polyjax.core.mesh import MeshPlan
-from polyjax.engine.build import open_served_model
+from polyjax.engine.build import mesh_plan_of, open_served_model
 from polyjax.engine.types import EngineConfig
 from polyjax.io.files import ModelFiles
 
@@ -18,7 +17,7 @@ def describe(config: EngineConfig, files: ModelFiles) -> str:
     """Returns the lines to print. Raises ModelError for a config that cannot be served."""
     served = open_served_model(config, files, jax.default_backend())
     model, dtype = served.config, served.dtype
-    plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
+    plan = mesh_plan_of(config)
     memory = models.memory(model, dtype, plan)
     longest = config.max_model_len or model.max_context_tokens
     per_sequence = memory.kv_bytes(longest)
