@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyjax.server.tool_formats import FORMATS, format_of
@@ -98,6 +98,7 @@ call_lists = st.lists(st.tuples(names, arguments), min_size=1, max_size=3)
 words = st.from_regex(r"[a-z][a-z .,]*[a-z.]", fullmatch=True) | st.just("")
 
 
+@settings(max_examples=40)
 @given(calls=call_lists, before=words, after=words, is_ascii=st.booleans())
 def test_hermes_calls_come_back(
     calls: list[tuple[str, Any]], before: str, after: str, is_ascii: bool
@@ -114,6 +115,7 @@ def test_hermes_calls_come_back(
     assert content == (f"{before}\n{after}" if before and after else before + after)
 
 
+@settings(max_examples=40)
 @given(calls=call_lists, is_tagged=st.booleans())
 def test_llama_calls_come_back(calls: list[tuple[str, Any]], is_tagged: bool) -> None:
     written = [json.dumps(arguments) for _, arguments in calls]
