@@ -57,6 +57,15 @@ ENGINE_HELP: Mapping[str, str] = {
 }
 
 
+class _NumberParser(absl_flags.FloatParser):
+    """Numbers; 0.5% is 0.005."""
+
+    def convert(self, argument: float | str) -> float:
+        if isinstance(argument, str) and argument.endswith("%"):
+            return float(argument[:-1]) / 100
+        return super().convert(argument)
+
+
 def define(config_type: type, help_texts: Mapping[str, str] | None = None) -> None:
     """Defines one flag per field. Help is the field's metadata["help"], else from `help_texts`."""
     types = typing.get_type_hints(config_type)
@@ -72,7 +81,7 @@ def _define_one(name: str, kind: Any, default: Any, help_text: str) -> None:
     elif kind is int:
         absl_flags.DEFINE_integer(name, default, help_text)
     elif kind is float:
-        absl_flags.DEFINE_float(name, default, help_text)
+        absl_flags.DEFINE(_NumberParser(), name, default, help_text)
     elif kind == tuple[str, ...]:
         absl_flags.DEFINE_list(name, list(default), help_text)
     elif kind in (str, str | None):

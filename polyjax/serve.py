@@ -17,16 +17,18 @@ from polyjax.engine.types import EngineConfig
 from polyjax.packages import refuse_foreign_packages
 from polyjax.runtime_folder import make_runtime_folder
 from polyjax.server.config import ServerConfig
+from polyjax.tuner import TunerConfig
 
 flags.define(EngineConfig, flags.ENGINE_HELP)
 flags.define(ServerConfig)
+flags.define(TunerConfig)
 absl_flags.adopt_module_key_flags(flags)  # so that --help lists them
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     try:
         refuse_foreign_packages()
-        code = serve(flags.read(ServerConfig), flags.read_engine(argv[1:]))
+        code = serve(flags.read(ServerConfig), flags.read_engine(argv[1:]), flags.read(TunerConfig))
     except PolyjaxError as error:
         print(f"polyjax: {error}", file=sys.stderr)
         code = 1
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     os._exit(code)  # a thread may still be fetching a model that nobody waits for any more
 
 
-def serve(config: ServerConfig, engine: EngineConfig) -> int:
+def serve(config: ServerConfig, engine: EngineConfig, tuner: TunerConfig) -> int:
     """Serves until a signal or a failure; returns the exit code."""
     if config.dry_run:
         return dry_run(engine)
@@ -50,7 +52,7 @@ def serve(config: ServerConfig, engine: EngineConfig) -> int:
 
         configure_logging()
         script = read_script(config.scripted_engine)
-        return run_event_loop(Supervisor(config, engine, script, folder).run())
+        return run_event_loop(Supervisor(config, engine, tuner, script, folder).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

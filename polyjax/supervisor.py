@@ -1,7 +1,7 @@
 """The main process: HTTP, and the engine process and further HTTP processes as its children.
 
 However one of them ends, the others end too: children notice their parent's end by themselves, and
-this process watches its children.
+this process watches its children. The tuner is the exception: it is started again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import msgspec
 
 from polyjax.children import Child, start_child
 from polyjax.console import Console
-from polyjax.core.errors import PolyjaxError
+from polyjax.core.errors import EngineDead, PolyjaxError
 from polyjax.engine.client import EngineClient
 from polyjax.engine.process import Launch
 from polyjax.engine.scripted import Script
@@ -29,9 +30,12 @@ from polyjax.engine.types import EngineConfig
 from polyjax.io.files import ModelFiles
 from polyjax.server.config import ServerConfig
 from polyjax.server.process import DRAIN, HttpServer, WorkerLaunch, listen, open_served
+from polyjax.tuner import EXIT_REFUSED, TunerConfig, TunerLaunch
 
 STOP_TIMEOUT_S = 10.0  # for children to end once they have nothing left to do
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 300.0  # between two tuners, doubled each time
+SOUND_AFTER_S = 600.0  # a tuner that lived so long begins with the first back-off again
 
 log = logging.getLogger("polyjax.serve")
 
@@ -40,15 +44,23 @@ class Supervisor:
     """Runs one server. `folder`, private to it, holds the sockets between its processes."""
 
     def __init__(
-        self, config: ServerConfig, engine: EngineConfig, script: Script | None, folder: Path
+        self,
+        config: ServerConfig,
+        engine: EngineConfig,
+        tuner: TunerConfig,
+        script: Script | None,
+        folder: Path,
     ):
         self._config = config
         self._engine_config = engine
+        self._tuner_config = tuner
         self._script = script
         self._has_random_weights = engine.load_format == "dummy"
         self._folder = folder
         self._address = f"ipc://{folder}/engine"
         self._engine: Child | None = None
+        self._tuner: Child | None = None
+        self._tuning: asyncio.Task[None] | None = None
         self._workers: list[Child] = []
         self._workers_ready = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None
@@ -125,6 +137,7 @@ class Supervisor:
                 await start_child("polyjax.server.process", first_line, pipes_output=True)
             )
         waiting = asyncio.create_task(self._wait_for_workers())
+        self._tuning = asyncio.create_task(self._keep_tuner(config))
         ends = {
             asyncio.create_task(child.wait()): name
             for child, name in [
@@ -144,9 +157,34 @@ class Supervisor:
                 return  # it has ended, which is noticed elsewhere
         self._workers_ready.set()
 
+    async def _keep_tuner(self, config: EngineConfig) -> None:
+        """Starts the tuner, and another one whenever it ends. Nothing here ends the server."""
+        if self._tuner_config.tune != "background" or self._script is not None:
+            return
+        launch = TunerLaunch(self._address, config, self._tuner_config, str(self._folder))
+        with contextlib.suppress(EngineDead):  # then there is nothing to tune, which others tell
+            await self._client.ready()  # it competes with nothing that a start has to wait for
+        backoff_s = FIRST_BACKOFF_S
+        while not self._client.is_dead:
+            started_s = time.monotonic()
+            try:
+                self._tuner = await start_child("polyjax.tuner", msgspec.json.encode(launch))
+                code: int | str = await self._tuner.wait()
+            except OSError as error:
+                code = str(error)
+            if code == EXIT_REFUSED:
+                log.error("tuning in the background is off: the tuner cannot be used like this")
+                return
+            if time.monotonic() - started_s > SOUND_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            log.warning("the tuner ended with %s; another one in %g s", code, backoff_s)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
     def _on_ready(self) -> None:
         self._console.ready()
-        if not self._workers:  # everybody is connected: the folder need not outlive a kill -9
+        if not self._workers and self._tuner_config.tune == "off":
+            # Everybody is connected: the folder need not outlive a kill -9.
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -159,8 +197,15 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(EXIT_INTERRUPTED)
 
+    def _stop_tuner(self) -> None:
+        if self._tuning is not None:
+            self._tuning.cancel()
+        if self._tuner is not None and self._tuner.returncode is None:
+            self._tuner.kill()
+
     async def _shut_down(self) -> None:
         """Lets running requests finish within the timeout, in all HTTP processes."""
+        self._stop_tuner()
         if self._http.service.model is None:
             self._http.stop()
             return
@@ -175,6 +220,7 @@ class Supervisor:
 
     async def _end_children(self) -> None:
         """Stops the engine in order if it can be; kills what is left."""
+        self._stop_tuner()
         in_order = self._shutdown is not None and self._client.info is not None
         if in_order and self._engine is not None and self._engine.returncode is None:
             self._client.stop_engine()
@@ -186,4 +232,5 @@ class Supervisor:
                 await child.wait()
 
     def _children(self) -> list[Child]:
-        return self._workers + ([] if self._engine is None else [self._engine])
+        others = (self._engine, self._tuner)
+        return self._workers + [child for child in others if child is not None]

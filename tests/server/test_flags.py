@@ -58,6 +58,7 @@ def test_spellings() -> None:
     assert found["served_model_name"] == "m-1"  # dashes of a value stay
     assert found["api_key"] == ["a", "b"]
     assert found["gpu_memory_utilization"] == 0.5
+    assert config_of("--gpu_memory_utilization=87.5%")["gpu_memory_utilization"] == 0.875
 
 
 @pytest.mark.parametrize(

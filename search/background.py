@@ -1,0 +1,243 @@
+"""Background tuning of one server: round after round, each a search from the plan in force.
+
+A round is a plan to start from and the traffic to measure on. It is kept in a file beside the
+ledger: a tuner that is started again goes on with it, and finds its trials in the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyjax.core.errors import ConfigError, EngineDead, PolyjaxError
+from polyjax.core.kernel_source import PREFIX
+from polyjax.core.op import Workload
+from polyjax.core.plan import Plan
+from polyjax.engine.types import EngineConfig
+from search.agents import AGENTS
+from search.compile_pool import CompilePool
+from search.files import write_whole
+from search.leases import EFFORT, Call, LeasedMeasurer
+from search.ledger import Ledger
+from search.live import LiveServer, LiveTuner, PlanChanged, has_drifted
+from search.measure import MeasureError
+from search.measure_jobs import describe_model
+from search.op_bench import OpSetup
+from search.plan_bench import PlanSetup
+from search.run import in_force, with_choice
+from search.space import Point
+from search.targets import OpTarget, PlanTarget, Target, tunable
+from search.traffic import TrafficSpec
+from search.tuner import Budget
+from search.turns import Turns
+
+AGENT_NAME = "background"
+TRIALS_A_TURN = 16  # on one target, before the next has its turn
+_SEARCHER = "bandit"
+_IDLE_S = 5.0
+
+log = logging.getLogger("polyjax.tuner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Where a search starts and what it measures on. `seed` draws inputs and spaces."""
+
+    model: str
+    plan: Mapping[str, Any]
+    traffic: Mapping[str, Any]
+    seed: int
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps(dataclasses.asdict(self)).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Round | None:
+        """The round that was left, or None where the file is missing, torn or of other fields."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a background tuner is given: the engine's config, and where it may put its files.
+
+    `memory_share` bounds the measuring process on an accelerator.
+    """
+
+    config: EngineConfig
+    page_size: int
+    ledger: Path
+    cache_directory: str
+    folder: Path
+    memory_share: float
+
+
+class LedgerRefused(ConfigError):
+    """The ledger cannot be used; starting the tuner again would not help."""
+
+
+class BackgroundTuner:
+    """Tunes until the process ends. Calls of the server raise EngineDead when it is gone."""
+
+    def __init__(self, setting: Setting, call: Call):
+        self._setting = setting
+        self._round_file = setting.ledger.with_suffix(".round.json")
+        self._environment = {
+            "POLYJAX_COMPILE_CACHE": setting.cache_directory,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(setting.memory_share),
+        }
+        self._server = LiveServer(call, AGENT_NAME)
+        turns = Turns(setting.folder / f"turns-{os.getpid()}")
+        self._measurer = LeasedMeasurer(call, turns, AGENT_NAME, self._environment)
+        self._platform = "cpu"
+        self._fits = True  # whether the model fits beside the server a second time
+
+    def run(self) -> None:
+        """Goes through rounds for ever. Raises EngineDead, and LedgerRefused for a --ledger that
+        is none."""
+        left = Round.load(self._round_file)
+        while True:
+            begun = self._begin(left)
+            left = begun
+            try:
+                self._search(begun)
+            except PlanChanged as change:
+                log.info("a new round: %s", change)
+                left = None
+                continue
+            except (EngineDead, LedgerRefused):
+                raise
+            except PolyjaxError as error:
+                log.warning("nothing can be tuned now: %s", error)
+            self._rest(begun)
+
+    def close(self) -> None:
+        self._measurer.close()
+
+    # -- rounds ------------------------------------------------------------------------------
+
+    def _begin(self, left: Round | None) -> Round:
+        """The round that was left, if the traffic is still like that; else a new one."""
+        model, seed = self._setting.config.model or "", int.from_bytes(os.urandom(4))
+        while (traffic := self._server.traffic(self._setting.page_size, seed)) is None:
+            time.sleep(_IDLE_S)
+        if left is not None and left.model == model:
+            if not has_drifted(TrafficSpec.from_json(left.traffic), traffic):
+                return left
+            log.info("a new round: the traffic has changed")
+        begun = Round(model, self._server.plan().to_json(), traffic.to_json(), seed)
+        begun.save(self._round_file)
+        return begun
+
+    def _rest(self, begun: Round) -> None:
+        """Everything is tried: waits for another plan or other traffic."""
+        plan, before = self._server.plan(), TrafficSpec.from_json(begun.traffic)
+        while True:
+            time.sleep(_IDLE_S)
+            now = self._server.traffic(self._setting.page_size, begun.seed)
+            if self._server.plan() != plan or (now is not None and has_drifted(before, now)):
+                return
+
+    def _search(self, begun: Round) -> None:
+        """Turns of all targets, until none has anything left to try."""
+        plan_file = self._setting.folder / "tuned_plan.json"
+        plan_file.write_text(json.dumps(begun.plan))
+        config = dataclasses.replace(
+            self._setting.config, plan=str(plan_file), state_dir=None, audit_log=None
+        )
+        described = self._measurer.ask(describe_model, config)
+        self._platform = described.platform
+        try:
+            ledger = Ledger(self._setting.ledger, described.environment)
+        except ConfigError as error:
+            raise LedgerRefused(str(error)) from error
+        pool = CompilePool(1, environment=self._environment)
+        with contextlib.closing(ledger), pool:
+            tried = 1
+            while tried:
+                tried = self._tune_plan(begun, config, ledger, pool)
+                plan = self._server.plan()
+                for workload, kernel in self._pairs(described, plan):
+                    tried += self._tune_op(begun, workload, kernel, ledger, pool)
+
+    def _pairs(self, described: Any, plan: Plan) -> Iterator[tuple[Workload, str]]:
+        """Workloads with a kernel whose schedules can be searched here, by the kernel's name."""
+        if described.platform != "cpu":
+            yield from ((w, k.name) for w, k in tunable(described.workloads, described.platform))
+        for key, choice in plan.choices:
+            if choice.kernel.startswith(PREFIX) and key in described.workloads:
+                yield described.workloads[key], choice.kernel
+
+    # -- targets -----------------------------------------------------------------------------
+
+    def _tune_plan(
+        self, begun: Round, config: EngineConfig, ledger: Ledger, pool: CompilePool
+    ) -> int:
+        """One turn on the whole plan; returns the number of trials."""
+        if not self._fits:
+            return 0
+        traffic = TrafficSpec.from_json(begun.traffic)
+        setup = PlanSetup(config, traffic, self._setting.cache_directory, begun.seed, EFFORT)
+        try:
+            opened = self._measurer.open(setup)
+        except MeasureError as error:
+            if self._platform == "cpu":
+                raise
+            log.warning("plans are not tuned as a whole: %s", error)
+            self._fits = False
+            return 0
+        target = PlanTarget(setup, opened)
+        if self._server.plan() not in target.plans.values():
+            raise PlanChanged("the server's plan is none of the round's")
+        return self._turn(target, target.plans.__getitem__, begun.seed, ledger, pool)
+
+    def _tune_op(
+        self, begun: Round, workload: Workload, kernel: str, ledger: Ledger, pool: CompilePool
+    ) -> int:
+        """One turn on the schedules of one kernel for one workload."""
+        plan = self._server.plan()
+        opened = self._measurer.open(OpSetup(workload, begun.seed, EFFORT))
+        folder = self._setting.folder / "chains"
+        target = OpTarget(workload, opened, folder, kernel, in_force(plan, workload))
+        if len(target.space) < 2:
+            return 0
+
+        def plan_of(point: Point) -> Plan:
+            return with_choice(plan, workload, target.judged(point))
+
+        return self._turn(target, plan_of, begun.seed, ledger, pool)
+
+    def _turn(
+        self,
+        target: Target,
+        plan_of: Callable[[Point], Plan],
+        seed: int,
+        ledger: Ledger,
+        pool: CompilePool,
+    ) -> int:
+        tuner = LiveTuner(
+            *(self._server, plan_of, ledger, target, self._measurer, pool),
+            AGENTS[_SEARCHER](target.space, seed, None),
+            Budget(max_trials=TRIALS_A_TURN),
+            EFFORT,
+            lambda progress: log.info("trial %d: %s", progress.last.id, progress.last.status),
+            share_cores=self._platform == "cpu",
+        )
+        try:
+            tuner.run()
+        except (PlanChanged, EngineDead):
+            raise
+        except PolyjaxError as error:
+            log.warning("%s is not tuned: %s", target.name, error)
+        return tuner.new_trials
