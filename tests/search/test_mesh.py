@@ -22,7 +22,7 @@ from polyjax.engine.engine import Engine
 from polyjax.engine.types import EngineConfig, Request, SamplingParams
 from polyjax.io.files import open_model
 from search.cost.mesh import Load, ServedModel, cost
-from search.mesh import MeasuredMesh, measure, plans, rank, write_plan
+from search.mesh import ROUNDS, measure, plans, rank, write_plan
 from search.traffic import TrafficSpec
 from tests import tiny_llama
 
@@ -173,16 +173,18 @@ def served_config(folder):
 def test_the_best_few_are_measured_and_the_winner_is_served_from_its_plan_file(tmp_path):
     config = served_config(tmp_path)
     costs = rank(tiny_llama.config(), "float32", TRAFFIC, CPU, 8)
+    two = next(c for c in costs if c.plan == MeshPlan(model=2))
+    absent = dataclasses.replace(two, plan=MeshPlan(model=64))
     lines = []
-    measured = measure(config, costs, TRAFFIC, best=2, report=lines.append)
-    assert {m.cost.plan.model for m in measured} == {1, 2} and len(lines) == 2
-    assert all(m.failed is None and len(m.samples_us) == 3 for m in measured), measured
-    assert measured[0].us_per_token <= measured[1].us_per_token
-    two = next(m for m in measured if m.cost.plan.model == 2)
-    write_plan(tmp_path / "plan.json", two.plan)
+    measured = measure(config, [absent, two, costs[0]], TRAFFIC, best=2, report=lines.append)
+    assert [m.cost.plan.model for m in measured] == [2, 64] and len(lines) == 2
+    # A mesh that fails is a result; it comes last.
+    assert measured[1].plan is None and "64 devices" in measured[1].failed
+    assert measured[0].failed is None and len(measured[0].samples_us) == ROUNDS
+    write_plan(tmp_path / "plan.json", measured[0].plan)
     engine = Engine(with_plan(config, tmp_path / "plan.json"))
     try:
-        assert engine.mesh.size == 2 and engine.programs.current.plan == two.plan
+        assert engine.mesh.size == 2 and engine.programs.current.plan == measured[0].plan
         engine.add(Request("r", [5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0)))
         tokens = []
         while engine.has_work:
@@ -203,13 +205,8 @@ def test_an_engine_refuses_a_plan_file_of_another_mesh_than_its_flags_or_its_abi
         Engine(with_plan(config, tmp_path / "plan.json"))
 
 
-def test_measuring_says_why_nothing_is_legal_and_a_failing_mesh_is_a_result(tmp_path):
+def test_measuring_says_why_nothing_is_legal(tmp_path):
     config = served_config(tmp_path)
     nothing = [c for c in rank(tiny_llama.config(), "float32", TRAFFIC, CPU, 8) if c.refused]
     with pytest.raises(ConfigError, match="one server a replica"):
         measure(config, nothing, TRAFFIC)
-    plan = MeshPlan(model=64)  # more than there are
-    wide = cost(ServedModel.of(tiny_llama.config(), "float32"), MeshPlan(), Load.of(TRAFFIC), CPU)
-    failed = measure(config, [dataclasses.replace(wide, plan=plan)], TRAFFIC)
-    assert isinstance(failed[0], MeasuredMesh) and failed[0].plan is None
-    assert "64 devices" in failed[0].failed
