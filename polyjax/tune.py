@@ -169,7 +169,10 @@ def read_traffic(tune: TuneConfig) -> TrafficSpec:
 
     if tune.traffic is not None:
         return TrafficSpec.from_json(read_json(Path(tune.traffic), "description of traffic"))
-    concurrency = tuple(int(count) for count in tune.concurrency)
+    try:
+        concurrency = tuple(int(count) for count in tune.concurrency)
+    except ValueError as error:
+        raise ConfigError(f"--concurrency={','.join(tune.concurrency)}: {error}") from error
     return TrafficSpec((tune.isl, max(1, tune.isl // 4)), (tune.osl,), concurrency)
 
 
