@@ -42,6 +42,7 @@ AGENT_NAME = "background"
 TRIALS_A_TURN = 16  # on one target, before the next has its turn
 _SEARCHER = "bandit"
 _IDLE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
 
 log = logging.getLogger("polyjax.tuner")
 
@@ -106,21 +107,23 @@ class BackgroundTuner:
     def run(self) -> None:
         """Goes through rounds for ever. Raises EngineDead, and LedgerRefused for a --ledger that
         is none."""
-        left = Round.load(self._round_file)
+        left, pause_s = Round.load(self._round_file), _IDLE_S
         while True:
-            begun = self._begin(left)
-            left = begun
+            left = self._begin(left)
             try:
-                self._search(begun)
+                self._search(left)
             except PlanChanged as change:
                 log.info("a new round: %s", change)
                 left = None
-                continue
             except (EngineDead, LedgerRefused):
                 raise
-            except PolyjaxError as error:
-                log.warning("nothing can be tuned now: %s", error)
-            self._rest(begun)
+            except PolyjaxError as error:  # a killed measuring process, a full disk, a bad plan
+                log.warning("%s; tried again in %g s", error, pause_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                pause_s = _IDLE_S
+                self._rest(left)
 
     def close(self) -> None:
         self._measurer.close()
