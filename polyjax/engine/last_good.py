@@ -51,7 +51,7 @@ class LastGoodPlan:
             plan = Plan.from_json(data["plan"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
             log.warning("%s is not used: %r", self.path, error)
             return None
         found = {name: data.get(name) for name in self._subject}

@@ -17,6 +17,7 @@ from polyjax.core.errors import ConfigError
 
 WINDOW_S = 60.0
 MAX_LEASE_MS = 1000.0
+_ROUNDING_S = 1e-6  # sums of seconds that are floats
 _REMEMBERED = 64  # ended leases that can still be asked about
 
 
@@ -108,10 +109,10 @@ class TuningLeases:
         if waiting:
             return Answer(None, "requests are waiting", wanted_s)
         budget_s = self.duty * WINDOW_S
-        if wanted_s > budget_s:
+        if wanted_s > budget_s + _ROUNDING_S:
             reason = f"tune_duty {self.duty:g} allows {budget_s * 1000:.0f} ms at once"
             return Answer(None, reason, WINDOW_S)
-        if self.used_s() + wanted_s > budget_s:
+        if self.used_s() + wanted_s > budget_s + _ROUNDING_S:
             return Answer(None, "the budget of the window is used up", self._frees_in_s(wanted_s))
         lease = Lease(self._next_id, agent, now_s, now_s + wanted_s, running)
         self._next_id += 1

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from polyjax.compiler.program import ProgramKey
+from polyjax.compiler.program import Kind
 from polyjax.engine.canary import PairedCanary, timed
 from polyjax.engine.launcher import RunningStep
 from polyjax.engine.programs import PlanPrograms
@@ -17,6 +17,9 @@ from polyjax.engine.state import DeviceState
 from polyjax.engine.step import ScheduledStep
 from polyjax.gates.equivalence import EquivalenceGate
 from polyjax.gates.verdict import Verdict
+
+_MIN_OF_EACH = 2  # shadow steps of prompts and of decodes
+_PATIENCE = 5  # times the usual number of shadow steps, for traffic that has one of them only
 
 
 class LiveTrial:
@@ -45,10 +48,6 @@ class LiveTrial:
         self._cost_s = 0.0
         self.shadowing = True
         self.canary: PairedCanary | None = None
-
-    @property
-    def programs_shadowed(self) -> dict[ProgramKey, int]:
-        return dict(self._runner.shadowed)
 
     def before_launch(self, step: ScheduledStep) -> None:
         """Chooses what to shadow of a step about to be launched, if it is time for that again."""
@@ -82,14 +81,21 @@ class LiveTrial:
                 self._worst[name] = max(self._worst.get(name, 0), verdict.evidence[name])
         if not verdict.passed:
             return verdict
-        total = self._runner.shadowed.total()
-        if total < self._policy.shadow_steps:
+        if not self._has_seen_enough():
             return None
         self.shadowing = False
         self._runner.forget_launch()
         runs, counts = self._runner.runs, self._runner.shadowed
         self.canary = PairedCanary(self._incumbent, self._candidate, runs, counts, self._timer)
         return Verdict(SHADOW_GATE, True, "", self.evidence(), self._cost_s)
+
+    def _has_seen_enough(self) -> bool:
+        """Enough steps, prompts and decodes among them; without prompts it takes more of them."""
+        shadowed, enough = self._runner.shadowed, self._policy.shadow_steps
+        prefills = sum(n for key, n in shadowed.items() if key.kind is Kind.PREFILL)
+        total = shadowed.total()
+        both = min(prefills, total - prefills) >= _MIN_OF_EACH
+        return total >= enough and (both or total >= _PATIENCE * enough)
 
     def advance_canary(self) -> Verdict | None:
         """Times one run; returns the verdict once there is one. Raises what a program raises."""
