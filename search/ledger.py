@@ -240,6 +240,15 @@ class Ledger:
                 where, values = f"{where} AND {column} = ?", [*values, value]
         return self._select(where, tuple(values))
 
+    def environments(self) -> dict[int, dict[str, str]]:
+        """Returns trial id -> the facts of the environment it ran in."""
+        facts = {
+            name: json.loads(text)
+            for name, text in self._db.execute("SELECT digest, facts FROM environments").fetchall()
+        }
+        rows = self._db.execute("SELECT id, environment FROM trials").fetchall()
+        return {int(trial_id): facts[name] for trial_id, name in rows}
+
     def get(self, trial_id: int) -> Trial:
         """Returns a trial by id. Raises KeyError."""
         for trial in self._select("id = ?", (trial_id,)):
