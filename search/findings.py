@@ -268,13 +268,13 @@ def _failures(trials: Sequence[Trial]) -> Iterator[str]:
     if "duplicate" in counts:
         share = counts["duplicate"] / total
         yield (
-            f"{counted(counts['duplicate'], 'candidate')} ({share:.0%}) compiled to machine code that had "
-            "been measured already: different settings, the same program."
+            f"{counted(counts['duplicate'], 'candidate')} ({share:.0%}) compiled to machine code "
+            "that had been measured already: different settings, the same program."
         )
     if "slow" in counts:
         yield (
-            f"{counted(counts['slow'], 'candidate')} ran so far behind the incumbent that timing them was "
-            "stopped after the first runs."
+            f"{counted(counts['slow'], 'candidate')} ran so far behind the incumbent that "
+            "timing them was stopped after the first runs."
         )
 
 
@@ -314,14 +314,14 @@ def _reversals(made: Sequence[Promotion], trials: Mapping[int | None, Trial]) ->
     noise = len(faster) - len(refused)
     if noise:
         yield (
-            f"{counted(noise, 'candidate')} looked faster in the median and won nothing: the difference "
-            "is within this machine's noise, or another part of the work got slower."
+            f"{counted(noise, 'candidate')} looked faster in the median and won nothing: the "
+            "difference is within this machine's noise, or another part of the work got slower."
         )
     if refused:
         reason, _ = _commonest(str(d.evidence["refused"]) for d in refused)
         yield (
-            f"{counted(len(refused), 'candidate')} won the timing and lost to a gate that only winners are "
-            f"put through: {reason}."
+            f"{counted(len(refused), 'candidate')} won the timing and lost to a gate that "
+            f"only winners are put through: {reason}."
         )
 
 

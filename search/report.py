@@ -68,11 +68,12 @@ def _head(ledger: Ledger, found: Sequence[Search], trials: Sequence[Trial]) -> s
     if trials:
         first, last = min(t.ended_s for t in trials), max(t.ended_s for t in trials)
         when = f", {_day(first)} to {_day(last)}"
-    facts = (
-        f"{svg.text(ledger.path.name)}: {svg.counted(len(trials), 'trial')} in "
-        f"{svg.counted(len(found), 'search', 'searches')}, {svg.counted(promoted, 'promotion')}, on {svg.text(', '.join(devices) or 'no device')}{when}."
+    counts = (
+        f"{svg.counted(len(trials), 'trial')} in {svg.counted(len(found), 'search', 'searches')}, "
+        f"{svg.counted(promoted, 'promotion')}"
     )
-    return f"<p>{facts}</p>"
+    on = svg.text(", ".join(devices) or "no device")
+    return f"<p>{svg.text(ledger.path.name)}: {counts}, on {on}{when}.</p>"
 
 
 def _day(seconds: float) -> str:
