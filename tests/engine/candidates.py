@@ -31,13 +31,17 @@ class Switch:
     calls: int = 0
 
 
+def key_sequences(program: StepProgram) -> int:
+    return program.key.bucket.sequences
+
+
 def breaks(
-    switch: Switch, change: Callable[..., Any], kind: Kind = Kind.DECODE_GREEDY, pages: int = 0
+    switch: Switch, change: Callable[..., Any], kind: Kind = Kind.DECODE_GREEDY, sequences: int = 0
 ) -> Wrap:
-    """Programs of `kind`, of buckets of `pages` if given, that `change(run, *args)` takes over."""
+    """Programs of `kind`, of one bucket size if given, that `change(run, *args)` takes over."""
 
     def wrap(program: StepProgram) -> StepProgram:
-        if program.key.kind is not kind or (pages and program.key.bucket.pages != pages):
+        if program.key.kind is not kind or (sequences and key_sequences(program) != sequences):
             return program
 
         def run(*args: Any) -> Any:
@@ -130,6 +134,16 @@ def offer(engine: Engine, patch: pytest.MonkeyPatch, wrap: Wrap = lambda program
     patch.setattr(engine.source, "cached", load)
     patch.setattr(engine.source, "is_cached", knows)
     return plan
+
+
+def settle(engine: Engine) -> None:
+    """Leaves an engine without work, whatever a test that failed left of it."""
+    engine.installer.cancel()
+    engine.probation._supersede("another test begins")
+    for name in list(engine.scheduler._roster.by_id):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
 
 
 def serve(

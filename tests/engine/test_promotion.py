@@ -1,7 +1,7 @@
 """Plans that have to prove themselves: every stage, and candidates that fail in each of them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 
 import polyjax.engine.live_trial
 from polyjax.compiler.program import Kind
-from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.errors import RequestError
 from polyjax.core.plan import Plan
 from polyjax.engine.engine import Engine
@@ -27,47 +26,23 @@ from tests.engine.candidates import (
     raising,
     scaled_hidden,
     serve,
+    settle,
     shifted_kv,
 )
-from tests.engine.serving import assert_greedy, make_engine
-
-LADDER = BucketLadder(
-    decode=(Bucket(1, 4, 4), Bucket(1, 4, 16)),
-    prefill=(Bucket(16, 1, 16),),
-    sampler_sequences=(1, 4),
-)
-WATCH_STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("promotion")
-    plan = folder / "small.json"
-    data = Plan(ladder=LADDER).to_json()
-    del data["mesh"]
-    plan.write_text(json.dumps(data))
-    engine = make_engine(
-        folder,
-        plan=str(plan),
-        state_dir=str(folder / "state"),
-        audit_log=str(folder / "audit.jsonl"),
-        watch_steps=WATCH_STEPS,
-    )
-    yield engine
-    engine.close()
+from tests.engine.serving import assert_greedy
 
 
 @pytest.fixture
-def engine(made: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(small_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Each test finds the plan that the one before left, nothing on its way, a quick policy.
 
     How long steps really take on a busy machine decides nothing.
     """
-    monkeypatch.setattr(made, "_step_us", lambda: None)
-    made.installer.policy = Policy(work_share=1.0, shadow_every=1, shadow_steps=6)
-    made.installer._first_runs = FirstRuns()  # type: ignore[assignment]
-    assert not made.has_work
-    return made
+    monkeypatch.setattr(small_engine, "_step_us", lambda: None)
+    small_engine.installer.policy = Policy(work_share=1.0, shadow_every=1, shadow_steps=6)
+    small_engine.installer._first_runs = FirstRuns()  # type: ignore[assignment]
+    settle(small_engine)
+    return small_engine
 
 
 @pytest.fixture
@@ -195,7 +170,7 @@ def test_a_candidate_that_is_not_faster_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "pages", "reason"),
+    ("change", "kind", "sequences", "reason"),
     [
         (scaled_hidden, Kind.DECODE_GREEDY, 0, "last hidden state is off by"),
         (scaled_hidden, Kind.DECODE_GREEDY, 4, "last hidden state is off by"),  # one bucket only
@@ -209,11 +184,11 @@ def test_a_candidate_that_turns_bad_after_its_gates_is_caught_by_a_shadow_step(
     monkeypatch: pytest.MonkeyPatch,
     change: Any,
     kind: Kind,
-    pages: int,
+    sequences: int,
     reason: str,
 ) -> None:
     after, switch = engine.events.last, Switch()
-    number = propose(engine, offer(engine, monkeypatch, breaks(switch, change, kind, pages)))
+    number = propose(engine, offer(engine, monkeypatch, breaks(switch, change, kind, sequences)))
 
     def arm() -> None:
         switch.on = stage(engine, number) == "shadow"
@@ -280,7 +255,7 @@ def test_a_program_that_hangs_in_its_first_run_never_reaches_the_engine(
     check_unharmed(engine, serve(engine, lambda: ended(engine, number)))
     told = engine.admin("plan/proposal", {"proposal_id": number})
     assert told["stage"] == "refused"
-    assert told["reason"].startswith("first run of decode_greedy[T=1,B=4,C=4]: the first-run did")
+    assert told["reason"].startswith("first run of decode_greedy[T=1,B=1,C=16]: the first-run did")
     assert not switch.calls
 
 
