@@ -1,20 +1,17 @@
 """Compiles candidate schedules in worker processes and times them as L2-cold chains on the device.
 
 Lowering holds the interpreter lock, so workers compile and hand back serialized executables; the
-parent loads, times and checks them one by one. A tuning table keeps the best schedule of each
-workload: JSON {workload key: {"kernel", "schedule"}} per device kind, read by compiler/choose.py.
+parent loads, times and checks them one by one.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +25,6 @@ from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Kernel, Schedule, Workload
 
-TABLES = Path(__file__).parent / "tables"
 TINY = 1e-30  # makes a link depend on the one before without changing a bfloat16 value
 
 # What links one call to the next: the new activations from the old, or the running output.
@@ -173,27 +169,3 @@ def load_chain(name: str, future: Future[Any], arguments: tuple[Any, ...]) -> Ch
     except Exception as error:  # a failed candidate is a result, not an error
         return " ".join(repr(error).split())[:200]
     return Chain(name, compiled, arguments, len(arguments[0]))
-
-
-def table_path(device_kind: str) -> Path:
-    return TABLES / f"{device_kind}.json"
-
-
-def read_table(device_kind: str) -> dict[str, dict[str, Any]]:
-    """Returns the tuning table of a device kind, empty if there is none."""
-    path = table_path(device_kind)
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write_table(
-    device_kind: str, table: Mapping[str, Mapping[str, Any]], path: Path | None = None
-) -> None:
-    """Replaces the table of a device kind (or the file `path`): written aside, synced, renamed."""
-    target = path or table_path(device_kind)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_suffix(".partial")
-    with aside.open("w") as file:
-        file.write(json.dumps(dict(sorted(table.items())), indent=1, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(target)

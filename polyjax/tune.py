@@ -265,10 +265,10 @@ def replay(tune: TuneConfig) -> int:
 
 def export(tune: TuneConfig) -> int:
     """Merges the winners into the tuning tables that engines choose from."""
-    from polyjax.compiler.choose import TABLES, merge_tables
+    from polyjax.core.tables import SHIPPED, merge_tables
     from search.best import best_choices
 
-    root = Path(tune.tables_root) if tune.tables_root else TABLES
+    root = Path(tune.tables_root) if tune.tables_root else SHIPPED
     found = best_choices(_open(tune))
     for device_kind, choices in found.items():
         for path in merge_tables(root, device_kind, choices):

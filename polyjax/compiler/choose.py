@@ -8,15 +8,13 @@ without is looked into.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from polyjax.core.chips import ChipSpec
-from polyjax.core.errors import ConfigError, ScheduleError
+from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Choice, Kernel, Op, Ops, Schedule, Workload
 
 Table = Mapping[str, Choice]
@@ -91,22 +89,3 @@ def default_choices(
     for function in traced:
         jax.eval_shape(lambda call=function: call(ops))
     return tuple(sorted(ops.choices.items()))
-
-
-def load_tables(folder: str | Path, device_kind: str) -> dict[str, Choice]:
-    """Returns the measured choices for one device kind; {} where there are none.
-
-    A table is JSON, `{workload key: {"kernel": name, "schedule": {field: value}}}`, in the file
-    `<device kind>.json`. Raises ConfigError naming a malformed table.
-    """
-    path = Path(folder) / f"{device_kind}.json"
-    if not path.exists():
-        return {}
-    try:
-        rows = json.loads(path.read_text())
-        return {
-            key: Choice(row["kernel"], tuple(sorted(row["schedule"].items())))
-            for key, row in rows.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no tuning table: {error!r}") from error

@@ -17,7 +17,6 @@ import jax
 from jax.sharding import Mesh
 
 import models
-import pallas_kernels
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.abi import StateABI
 from polyjax.compiler.buckets import (
@@ -28,7 +27,7 @@ from polyjax.compiler.buckets import (
     derive_ladder,
 )
 from polyjax.compiler.cache import ProgramCache, default_cache_dir
-from polyjax.compiler.choose import default_choices, load_tables
+from polyjax.compiler.choose import default_choices
 from polyjax.compiler.program import (
     Kind,
     ProgramKey,
@@ -48,6 +47,7 @@ from polyjax.core.mesh import MeshPlan, Placement
 from polyjax.core.model import ModelConfig
 from polyjax.core.op import Choice
 from polyjax.core.plan import Plan
+from polyjax.core.tables import SHIPPED, load_tables
 from polyjax.engine.memory import (
     PoolRequest,
     activation_bytes,
@@ -75,8 +75,6 @@ class PlatformDefaults:
     compile_threads: int
     warm_calls: int  # CUDA graphs are built in the second call and replayed from the third
 
-
-TABLES = Path(pallas_kernels.__file__).parent / "tables"
 
 CPU_DEFAULTS = PlatformDefaults(16, 512, 16, 2, 0)
 ACCELERATOR_DEFAULTS = PlatformDefaults(256, 8192, 64, 4, 3)
@@ -233,8 +231,8 @@ def tuning_table(config: EngineConfig, device_kind: str) -> dict[str, Choice]:
     """The measured choices that --tables names: "auto" for those shipped, "none", or a folder."""
     if config.tables == "none":
         return {}
-    folder = TABLES if config.tables == "auto" else Path(config.tables)
-    return load_tables(folder, device_kind)
+    root = SHIPPED if config.tables == "auto" else Path(config.tables)
+    return load_tables(root, device_kind)
 
 
 def engine_ladder(config: EngineConfig, sizing: Sizing, plan: Plan, device: Any) -> BucketLadder:

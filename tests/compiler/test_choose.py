@@ -1,18 +1,17 @@
 """The default plan: tables before defaults, whole composites before their pieces."""
 
 import dataclasses
-import json
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import pytest
 
-from polyjax.compiler.choose import default_choices, load_tables
+from polyjax.compiler.choose import default_choices
 from polyjax.core.chips import chip
-from polyjax.core.errors import ConfigError, ScheduleError
+from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Choice, Ops, Schedule
 from polyjax.core.ops import MATMUL, NORM_GATE_UP
+from polyjax.core.tables import load_tables, merge_tables
 
 H200, B200 = chip("NVIDIA H200"), chip("NVIDIA B200")
 
@@ -99,8 +98,7 @@ def test_a_kernel_that_is_not_preferred_needs_a_measurement():
 
 def test_a_measured_choice_wins_while_it_is_legal(tmp_path):
     ((key, _), *_) = default_choices([mlp(4)], CATALOGUE, H200, {})
-    table = {key: {"kernel": "toy.matmul", "schedule": {"rows": 16}}}
-    (tmp_path / "NVIDIA H200.json").write_text(json.dumps(table))
+    merge_tables(tmp_path, "NVIDIA H200", {key: Choice("toy.matmul", (("rows", 16),))})
     loaded = load_tables(tmp_path, "NVIDIA H200")
     assert dict(default_choices([mlp(4)], CATALOGUE, H200, loaded))[key] == Choice(
         "toy.matmul", (("rows", 16),)
@@ -109,10 +107,3 @@ def test_a_measured_choice_wins_while_it_is_legal(tmp_path):
         illegal = {key: Choice("toy.matmul", (stale,))}
         chosen = dict(default_choices([mlp(4)], CATALOGUE, H200, illegal))[key]
         assert chosen.schedule == (("rows", 8),)
-
-
-def test_a_missing_table_is_empty_and_a_broken_one_is_named(tmp_path):
-    assert load_tables(tmp_path, "NVIDIA H200") == {}
-    (tmp_path / "cpu.json").write_text('{"a": 3}')
-    with pytest.raises(ConfigError, match=r"cpu\.json"):
-        load_tables(tmp_path, "cpu")

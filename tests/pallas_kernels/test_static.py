@@ -14,12 +14,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import CATALOGUE, verdict
 from pallas_kernels.shapes import array
-from pallas_kernels.tuning import TABLES, candidates, read_table, write_table
-from polyjax.compiler.choose import load_tables
+from pallas_kernels.tuning import candidates
 from polyjax.core import ops
 from polyjax.core.chips import CHIPS, chip
 from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Choice, Ops
+from polyjax.core.tables import SHIPPED, load_tables
 
 H200 = chip("NVIDIA H200")
 WHOLE_STEP = ("dense_decode_stack", "dense_decode_greedy")
@@ -96,20 +96,9 @@ def test_candidates_are_legal_and_repeatable() -> None:
         kernel.check(workload, schedule, H200)
 
 
-def test_tables_round_trip(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("pallas_kernels.tuning.TABLES", tmp_path)
-    table = {"a": {"kernel": "mosaic_gpu.rms_norm.row", "schedule": {"dependent_launch": True}}}
-    write_table("Some GPU", table)
-    assert read_table("Some GPU") == table
-    assert load_tables(tmp_path, "Some GPU") == {
-        "a": Choice("mosaic_gpu.rms_norm.row", (("dependent_launch", True),))
-    }
-    assert read_table("Another GPU") == {}
-
-
 @pytest.mark.parametrize("spec", [c for c in CHIPS if c.platform == "gpu"], ids=lambda c: c.name)
 def test_shipped_tables_name_legal_choices(spec) -> None:
-    for key, choice in load_tables(TABLES, spec.name).items():
+    for key, choice in load_tables(SHIPPED, spec.name).items():
         kernel = CATALOGUE[choice.kernel]
         assert kernel.op.name == key.partition("[")[0]
         kernel.schedule_type.from_json(dict(choice.schedule))
