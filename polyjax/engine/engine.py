@@ -133,7 +133,7 @@ class Engine:
             return self.sleeper.has_work or bool(self._outputs)
         if self.weights.has_work or self._outputs:
             return True
-        changing = self.changes.wants_step or self.kernels.active
+        changing = self.changes.wants_step or self.kernels.wants_step
         return self.scheduler.has_work or changing
 
     def step(self) -> list[RequestOutput]:

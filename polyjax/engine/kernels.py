@@ -26,12 +26,13 @@ from polyjax.engine.events import Record
 from polyjax.engine.install import Installer
 from polyjax.engine.installation import Installation, InstallState
 from polyjax.engine.programs import ProgramTable
+from polyjax.engine.promotion import Origin, Way
 from polyjax.gates.file_trial import DEFAULT_TIMEOUT_S, FileTrial, FileTrialProcess
 from polyjax.gates.verdict import Verdict
 
 MAX_TIMEOUT_S = 3600.0
 REMEMBERED = 32
-_FIELDS = ("path", "text", "op", "name", "timeout_s")
+_FIELDS = ("path", "text", "op", "name", "timeout_s", "promotion")
 _WITHOUT_OPS = (Kind.ADMIT, Kind.READ_SCRATCH)
 
 log = logging.getLogger("polyjax.engine")
@@ -43,6 +44,7 @@ class KernelState(enum.StrEnum):
     INSTALLING = "installing"
     CURRENT = "current"
     REFUSED = "refused"
+    ROLLED_BACK = "rolled_back"
 
 
 @dataclasses.dataclass
@@ -52,32 +54,38 @@ class KernelFile:
     name: str
     path: str
     source: KernelSource
+    way: Way = Way.IMMEDIATE
     state: KernelState = KernelState.GATING
     op: str | None = None
     reason: str = ""
     verdicts: list[tuple[str, Verdict]] = dataclasses.field(default_factory=list)
+    stage: str = ""
     workloads: tuple[str, ...] = ()
-    plan: Plan | None = None
+    installation: Installation | None = None
     started_s: float = dataclasses.field(default_factory=time.monotonic)
     seconds: float = 0.0
 
     @property
     def active(self) -> bool:
-        return self.state not in (KernelState.CURRENT, KernelState.REFUSED)
+        return self.state in (KernelState.GATING, KernelState.WAITING, KernelState.INSTALLING)
 
     def to_json(self) -> dict[str, Any]:
         failed = next((v.to_json() | {"workload": w} for w, v in self.verdicts if not v.passed), 0)
+        job, state, reason = self.installation, self.state, self.reason
+        if job is not None and job.state is InstallState.ROLLED_BACK:
+            state, reason = KernelState.ROLLED_BACK, job.reason
         return {
             "kernel": self.name,
             "path": self.path,
             "sha256": self.source.sha256,
             "op": self.op,
-            "state": self.state.value,
-            "reason": self.reason,
+            "state": state.value,
+            "stage": self.stage if state is KernelState.GATING else "",
+            "reason": reason,
             "workloads": list(self.workloads),
             "verdicts": len(self.verdicts),
             "failed_verdict": failed or None,
-            "plan": self.plan.digest if self.plan else None,
+            "plan": job.plan.digest if job is not None else None,
             "seconds": round(self.seconds, 3),
         }
 
@@ -94,7 +102,6 @@ class KernelIntake:
         self._record = record
         self._trial: FileTrialProcess | None = None
         self._choices: tuple[tuple[str, Any], ...] = ()
-        self._installation: Installation | None = None
         self.files: collections.deque[KernelFile] = collections.deque(maxlen=REMEMBERED)
 
     @property
@@ -105,14 +112,19 @@ class KernelIntake:
     def active(self) -> bool:
         return self.current is not None and self.current.active
 
+    @property
+    def wants_step(self) -> bool:
+        """Whether a step would get on with it even without a request to serve."""
+        return self._trial is not None or (self.active and not self._installer.active)
+
     def add(self, payload: Mapping[str, Any]) -> KernelFile:
         """Begins with a kernel file.
 
-        `payload` has "path", "text" (the file's) and perhaps "op", "name" and "timeout_s" of the
-        trial. Raises RequestError: 400 for a malformed payload, 409 while another file is on its
-        way or where the plan in force uses this one already.
+        `payload` has "path", "text" (the file's) and perhaps "op", "name", "timeout_s" of the trial
+        and the "promotion" of its plan. Raises RequestError: 400 for a malformed payload, 409 while
+        another file is on its way or where the plan in force uses this one already.
         """
-        name, text, timeout_s = _checked(payload)
+        name, text, timeout_s, way = _checked(payload)
         if self.active:
             raise RequestError("another kernel file is on its way", status=409)
         digest = digest_of(text)
@@ -131,7 +143,7 @@ class KernelIntake:
             self._trial = FileTrialProcess(trial, timeout_s)
         except OSError as error:
             raise RequestError(f"no trial process could be started: {error}", status=409) from error
-        file = KernelFile(full_name, str(payload["path"]), source)
+        file = KernelFile(full_name, str(payload["path"]), source, way)
         self.files.append(file)
         self._record("kernel_received", kernel=full_name, path=file.path, sha256=digest)
         return file
@@ -168,6 +180,7 @@ class KernelIntake:
         assert self._trial is not None
         end = self._trial.poll()
         file.op, file.verdicts = self._trial.op, self._trial.verdicts
+        file.stage = self._trial.stage
         if end is None:
             time.sleep(wait_s)
             return
@@ -185,21 +198,24 @@ class KernelIntake:
         if self._installer.active:
             return
         current = self._table.current
-        file.plan = with_kernel(current.plan, file.name, file.source, self._choices)
+        plan = with_kernel(current.plan, file.name, file.source, self._choices)
+        origin = Origin(file.way, lineage=f"kernel file {file.name}")
         try:
-            self._installation = self._installer.start(file.plan, current.plan.mesh, current.ladder)
+            file.installation = self._installer.start(
+                plan, current.plan.mesh, current.ladder, origin
+            )
         except PolyjaxError as error:
             self._refuse(file, str(error))
             return
         file.state = KernelState.INSTALLING
-        self._record("kernel_installing", kernel=file.name, plan=file.plan.digest)
+        self._record("kernel_installing", kernel=file.name, plan=plan.digest)
 
     def _watch(self, file: KernelFile) -> None:
-        job = self._installation
+        job = file.installation
         assert job is not None
         if job.state is InstallState.REFUSED:
             self._refuse(file, job.reason)
-        elif job.state is InstallState.CURRENT:
+        elif not job.active:  # if it is rolled back later, the installation tells
             file.state = KernelState.CURRENT
             self._record("kernel_current", kernel=file.name, plan=job.plan.digest)
 
@@ -221,8 +237,8 @@ def with_kernel(
     )
 
 
-def _checked(payload: Mapping[str, Any]) -> tuple[str, str, float]:
-    """Name, text and time limit. Raises RequestError naming the field that is wrong."""
+def _checked(payload: Mapping[str, Any]) -> tuple[str, str, float, Way]:
+    """Name, text, time limit and way. Raises RequestError naming the field that is wrong."""
     if unknown := set(payload) - set(_FIELDS):
         raise RequestError(f"unknown fields {sorted(unknown)}; known: {', '.join(_FIELDS)}")
     for field in ("path", "text", "op", "name"):
@@ -237,4 +253,8 @@ def _checked(payload: Mapping[str, Any]) -> tuple[str, str, float]:
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if not number or not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise RequestError(f"timeout_s must be in (0, {MAX_TIMEOUT_S:g}]", "timeout_s")
-    return payload.get("name") or Path(payload["path"]).stem, payload["text"], float(timeout_s)
+    way = payload.get("promotion", Way.IMMEDIATE.value)
+    if way not in tuple(Way):
+        raise RequestError(f"promotion must be one of {', '.join(Way)}", "promotion")
+    name = payload.get("name") or Path(payload["path"]).stem
+    return name, payload["text"], float(timeout_s), Way(way)

@@ -80,7 +80,7 @@ class FileTrialProcess:
         self.verdicts: list[tuple[str, Verdict]] = []
         self._timeout_s = timeout_s
         self._started_s = time.monotonic()
-        self._stage = "starting"
+        self.stage = "starting"
         self._buffer = b""
         command = [sys.executable, "-P", "-m", "polyjax.gates.file_trial"]
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -133,7 +133,7 @@ class FileTrialProcess:
         except ValueError:
             return self._refused(f"wrote {line[:80]!r} into the trial's own pipe")
         if "stage" in said:
-            self._stage = said["stage"]
+            self.stage = said["stage"]
             self.op = said.get("op", self.op)
         elif "verdict" in said:
             self.verdicts.append((said["workload"], Verdict(**said["verdict"])))
@@ -149,7 +149,7 @@ class FileTrialProcess:
 
     def _refused(self, what: str) -> TrialEnd:
         self.close()
-        return TrialEnd((), Verdict(GATE, False, f"{self._stage}: {what}"))
+        return TrialEnd((), Verdict(GATE, False, f"{self.stage}: {what}"))
 
     def close(self) -> None:
         """Kills the process and whatever the file started."""

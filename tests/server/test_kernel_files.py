@@ -206,6 +206,7 @@ def test_requests_that_name_no_kernel_file(server: Server, tmp_path: Path) -> No
         ({"path": str(path), "op": "rms"}, "op"),
         ({"path": str(path), "name": "a/b"}, "name"),
         ({"path": str(path), "timeout_s": 0}, "timeout_s"),
+        ({"path": str(path), "promotion": "soon"}, "promotion"),
         ({"path": str(path), "colour": "red"}, None),
     ):
         answer = server.post("/admin/kernels", fields, headers=ADMIN)
