@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from absl import app
@@ -51,10 +54,28 @@ def serve(config: ServerConfig, engine: EngineConfig, tuner: TunerConfig) -> int
         from polyjax.supervisor import Supervisor
 
         configure_logging()
+        engine = with_ledger_plan(engine, tuner.ledger, folder)
         script = read_script(config.scripted_engine)
         return run_event_loop(Supervisor(config, engine, tuner, script, folder).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_ledger_plan(engine: EngineConfig, ledger: str | None, folder: Path) -> EngineConfig:
+    """The config with the plan that `--ledger` promoted last, unless `--plan` names one."""
+    if ledger is None or engine.plan != "default":
+        return engine
+    from polyjax.console import say
+    from search.best import best_plan_here
+
+    found, reason = best_plan_here(Path(ledger), engine.model)
+    if found is None:
+        say(f"starting with the default plan: {reason}")
+        return engine
+    plan = folder / "ledger_plan.json"
+    plan.write_text(json.dumps(found.plan))
+    say(f"starting with the plan that trial {found.trial} of {ledger} promoted")
+    return dataclasses.replace(engine, plan=str(plan))
 
 
 def dry_run(engine: EngineConfig) -> int:

@@ -114,13 +114,16 @@ def search(tune: TuneConfig, engine: EngineConfig) -> int:
 def _searched(
     tune: TuneConfig, engine: EngineConfig, run: RunConfig, output: Path, shown: Shown
 ) -> Found:
-    from search.run import tune_kernels, tune_plan
+    from search.run import tune_kernels, tune_mesh, tune_plan
 
     def keep(plan: Plan) -> None:
         write_plan(output, plan)
 
     if tune.target == "kernels":
         return tune_kernels(engine, run, tune.op, shown.trial, keep)
+    if tune.target == "mesh":
+        said = lambda line: print(f"polyjax: {line}", file=sys.stderr)  # noqa: E731
+        return tune_mesh(engine, read_traffic(tune), run, keep, said)
     edits = read_edits(tune.edits)
     return tune_plan(engine, read_traffic(tune), run, edits, shown.trial, keep)
 
@@ -265,13 +268,18 @@ def replay(tune: TuneConfig) -> int:
 
 def export(tune: TuneConfig) -> int:
     """Merges the winners into the tuning tables that engines choose from."""
+    from polyjax.core.op import Choice
     from polyjax.core.tables import SHIPPED, merge_tables
     from search.best import best_choices
 
     root = Path(tune.tables_root) if tune.tables_root else SHIPPED
     found = best_choices(_open(tune))
     for device_kind, choices in found.items():
-        for path in merge_tables(root, device_kind, choices):
+        merged = {
+            key: Choice(choice["kernel"], tuple(sorted(choice["schedule"].items())))
+            for key, choice in choices.items()
+        }
+        for path in merge_tables(root, device_kind, merged):
             print(path)
     total = sum(len(choices) for choices in found.values())
     print(f"polyjax: {total} choices for {len(found)} kinds of device", file=sys.stderr)

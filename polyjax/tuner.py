@@ -46,8 +46,9 @@ class TunerConfig:
     ledger: str | None = dataclasses.field(
         default=None,
         metadata={
-            "help": "File in which the tuner remembers every trial; default: ledger.sqlite in "
-            "--state_dir, else beside the compiled programs."
+            "help": "File in which tuning remembers every trial; its best plan is what the server "
+            "starts with. Default for --tune: ledger.sqlite in --state_dir, else beside the "
+            "compiled programs."
         },
     )
     tune_memory: float = dataclasses.field(

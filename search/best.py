@@ -1,43 +1,67 @@
 """What a ledger's decisions amount to: the plan in force for a model, the choices of each device.
 
-No device is touched: a server asks before it starts one.
+Imports no jax: a server's main process asks before any engine is there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from polyjax.core.errors import ConfigError
-from polyjax.core.op import Choice
-from polyjax.core.plan import Plan
+from search.environment import why_not_here
 from search.ledger import Ledger
 
 
-def best_plan(ledger: Ledger, model: str | None) -> Plan | None:
-    """Returns the last plan that was promoted for a model (as --model names it), or None.
+@dataclasses.dataclass(frozen=True)
+class BestPlan:
+    """The plan promoted last for a model, as JSON, and the trial that found it."""
 
-    Raises ConfigError if what the ledger holds is no plan.
-    """
+    plan: Mapping[str, Any]
+    trial: int
+
+
+def best_plan(ledger: Ledger, model: str | None) -> BestPlan | None:
+    """Returns the last plan that was promoted for a model (as --model names it), or None."""
     wanted = model or ""
-    made = [
-        p for p in ledger.promotions()
-        if p.promoted and "plan" in p.evidence and p.evidence.get("model", "") == wanted
-    ]  # fmt: skip
-    return Plan.from_json(made[-1].evidence["plan"]) if made else None
+    for made in reversed(list(ledger.promotions())):
+        ours = made.evidence.get("model", "") == wanted
+        if made.promoted and ours and "plan" in made.evidence:
+            return BestPlan(made.evidence["plan"], made.trial)
+    return None
 
 
-def best_choices(ledger: Ledger) -> dict[str, dict[str, Choice]]:
-    """Returns device kind -> workload key -> the last kernel and schedule promoted there."""
+def best_plan_here(path: Path, model: str | None) -> tuple[BestPlan | None, str]:
+    """Returns the plan that a server on this machine starts with, or None and why.
+
+    Raises ConfigError if the file is no ledger.
+    """
+    if not path.exists():
+        return None, f"there is no ledger {path} yet"
+    ledger = Ledger(path, None)
+    try:
+        found = best_plan(ledger, model)
+        if found is None:
+            return None, f"{path} has promoted no plan for {model or 'the demo model'}"
+        differing = why_not_here(ledger.environments()[found.trial])
+    finally:
+        ledger.close()
+    if differing:
+        return None, f"{path} was measured elsewhere: {differing}"
+    return found, ""
+
+
+def best_choices(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """Returns device kind -> workload key -> the last {"kernel", "schedule"} promoted there."""
     targets = {trial.id: trial.target for trial in ledger.trials()}
-    found: dict[str, dict[str, Choice]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for made in ledger.promotions():
         choice = made.evidence.get("choice", {})
         if made.promoted and "kernel" in choice:
-            device = found.setdefault(made.evidence["device_kind"], {})
-            schedule = tuple(sorted(choice["schedule"].items()))
-            device[targets[made.trial]] = Choice(choice["kernel"], schedule)
+            found.setdefault(made.evidence["device_kind"], {})[targets[made.trial]] = choice
     return found
 
 

@@ -99,19 +99,23 @@ class MeasuringProcess:
 
     def measure(self, *arguments: Any) -> Measurement:
         """Measures a candidate on the open bench."""
-        return self._run(measure_jobs.measure, arguments)
+        return self._on_bench(measure_jobs.measure, *arguments)
 
     def judge(self, candidate: Any) -> Measurement:
         """Runs every gate on a candidate that is about to be promoted."""
-        return self._run(measure_jobs.judge, (candidate,))
+        return self._on_bench(measure_jobs.judge, candidate)
 
     def _open(self) -> Any:
         return self.ask(measure_jobs.open_bench, self._name, self._setup)
 
-    def _run(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Measurement:
+    def _on_bench(self, job: Callable[..., Any], *arguments: Any) -> Measurement:
         if not self._process.alive:
             self._open()  # what it says again is what it said at first
-        answer = self._process.call(job, self._name, *arguments, timeout_s=self._trial_timeout_s)
+        return self.run(job, self._name, *arguments)
+
+    def run(self, job: Callable[..., Any], *arguments: Any) -> Measurement:
+        """Runs a job that measures; whatever becomes of it, the process works afterwards."""
+        answer = self._process.call(job, *arguments, timeout_s=self._trial_timeout_s)
         if answer.status == "ok":
             return _checked(answer)
         if answer.poisoned:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import pickle
+import time
 from typing import Any
 
+import jax
+
+from polyjax.compiler.cache import source_digest
+from polyjax.core.chips import chip
 from polyjax.core.plan import Plan
+from polyjax.engine.build import open_served_model
 from polyjax.engine.types import EngineConfig
+from polyjax.io.files import open_model
+from search import mesh
 from search.compile_jobs import OpCandidate
+from search.cost.mesh import MeshCost
+from search.environment import facts
 from search.op_bench import OpBench, OpSetup
 from search.plan_bench import PlanBench, PlanSetup, describe
+from search.traffic import TrafficSpec
 
 _benches: dict[str, Any] = {}  # the one that is open, by what it was opened for
 
@@ -29,6 +41,38 @@ def open_bench(name: str, setup: PlanSetup | OpSetup) -> str:
 def describe_model(config: EngineConfig) -> str:
     """Returns a pickled DescribedModel: what there is to tune in a model, without its weights."""
     return _pickled(describe(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedMeshes:
+    """The predicted cost of every mesh plan, and what else the trials of them depend on."""
+
+    environment: dict[str, str]
+    subject: dict[str, str]
+    costs: list[MeshCost]
+
+
+def rank_meshes(config: EngineConfig, traffic: TrafficSpec) -> str:
+    """Returns pickled RankedMeshes over all devices of this process."""
+    devices = jax.devices()
+    model = open_served_model(config, open_model(config.model), devices[0].platform)
+    target = chip(devices[0].device_kind)
+    costs = mesh.rank(model.config, model.dtype, traffic, target, len(devices))
+    subject = {"model": repr(model.config), "dtype": model.dtype, "source": source_digest()}
+    return _pickled(RankedMeshes(facts(devices[0]), subject, costs))
+
+
+def measure_mesh(config: EngineConfig, traffic: TrafficSpec, chosen: MeshCost) -> dict[str, Any]:
+    """Serves the traffic on one mesh plan; returns its samples and the engine's plan."""
+    begun = time.perf_counter()
+    (found,) = mesh.measure(config, [chosen], traffic, best=1)
+    return {
+        "status": "crashed" if found.plan is None else "passed",
+        "reason": found.failed or "",
+        "arms": {"mesh": {"candidate_us": list(found.samples_us)}},
+        "verdicts": {} if found.plan is None else {"plan": found.plan.to_json()},
+        "spent": {"serve": time.perf_counter() - begun},
+    }
 
 
 def _pickled(value: Any) -> str:

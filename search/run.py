@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from polyjax.compiler.cache import default_cache_dir
 from polyjax.core.chips import chip
@@ -25,11 +27,12 @@ from search.agents import AGENTS
 from search.compile_jobs import OpCandidate
 from search.compile_pool import CompilePool
 from search.cost.learned import CostModel
+from search.cost.mesh import MeshCost
 from search.edits import Edit
 from search.kernels import kernel_named
-from search.ledger import Ledger
+from search.ledger import Ledger, Trial, digest
 from search.measure import TRIAL_TIMEOUT_S, MeasuringProcess
-from search.measure_jobs import describe_model
+from search.measure_jobs import describe_model, measure_mesh, rank_meshes
 from search.op_bench import OpSetup
 from search.paired import Effort
 from search.plan_bench import PlanSetup
@@ -119,6 +122,9 @@ class Session:
             share_cores=platform == "cpu",
         )
 
+    def count_trial(self) -> None:
+        self._trials_left -= 1
+
     def close(self) -> None:
         self.pool.close()
         self.measurer.close()
@@ -126,7 +132,7 @@ class Session:
             self.ledger.close()
 
     def _heard(self, name: str, progress: Progress) -> None:
-        self._trials_left -= 1
+        self.count_trial()
         self._on_trial(name, progress)
 
 
@@ -209,7 +215,15 @@ def tune_kernels(
                 break
             start = in_force(plan, workload)
             share = 1.0 / (len(pairs) - number)
-            tuner, winner = _tune_op(opened, workload, kernel.name, start, share)
+
+            def kept(
+                winner: OpCandidate, plan: Plan = plan, workload: Workload = workload
+            ) -> dict[str, Any]:
+                """The whole plan with the winner in it: what a server starts with."""
+                whole = with_choice(plan, workload, winner).to_json()
+                return {"plan": whole, "model": config.model or ""}
+
+            tuner, winner = _tune_op(opened, workload, kernel.name, start, share, kept)
             trials += tuner.new_trials
             gains.append(tuner.gain)
             plan = with_choice(plan, workload, winner)
@@ -227,7 +241,12 @@ def tune_op(
 
 
 def _tune_op(
-    opened: Session, workload: Workload, kernel_name: str, start: OpCandidate | None, share: float
+    opened: Session,
+    workload: Workload,
+    kernel_name: str,
+    start: OpCandidate | None,
+    share: float,
+    kept: Callable[[OpCandidate], Mapping[str, Any]] = lambda winner: {},
 ) -> tuple[Tuner, OpCandidate]:
     seed = int.from_bytes(os.urandom(4))  # inputs that no candidate can have been made for
     found = opened.measurer.open(OpSetup(workload, seed, opened.run.effort))
@@ -238,7 +257,7 @@ def _tune_op(
         model.update(list(ledger.trials(workload.key, "passed")), {workload.key: workload})
         predict = model.prior(kernel_named(kernel_name), workload)
     with tempfile.TemporaryDirectory(prefix="polyjax-chains-") as folder:
-        target = OpTarget(workload, found, Path(folder), kernel_name, start, predict)
+        target = OpTarget(workload, found, Path(folder), kernel_name, start, predict, kept)
         tuner = opened.tuner(target, found.platform, predict, share)
         tuner.run()
         return tuner, target.judged(tuner.best.point)
@@ -259,3 +278,61 @@ def with_choice(plan: Plan, workload: Workload, winner: OpCandidate) -> Plan:
     if winner.kernel:
         choices[workload.key] = Choice(winner.kernel, winner.schedule)
     return dataclasses.replace(plan, choices=tuple(sorted(choices.items())))
+
+
+def tune_mesh(
+    config: EngineConfig,
+    traffic: TrafficSpec,
+    run: RunConfig,
+    on_best: Callable[[Plan], None] = lambda plan: None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Ranks every mesh plan and serves the traffic on the cheapest ones, one after the other.
+
+    Each is a trial. Two meshes do not fit beside each other, so there are no pairs and nothing is
+    promoted: the fastest goes to `on_best`, for an operator to serve.
+    """
+    with session(run) as opened:
+        ranked = opened.measurer.ask(rank_meshes, config, traffic)
+        ledger = opened.open_ledger(ranked.environment)
+        best: tuple[float, Plan] | None = None
+        first_us, trials = math.nan, 0
+        for chosen in [c for c in ranked.costs if c.refused is None]:
+            if opened.is_over:
+                break
+            key = digest({"mesh": str(chosen.plan), "traffic": traffic.digest, **ranked.subject})
+            known = ledger.find(key)
+            if known is None:
+                known = _mesh_trial(opened, config, traffic, chosen, key)
+                ledger.record(known)
+                trials += 1
+                opened.count_trial()
+            report(f"{chosen}: {known.status} {known.reason}")
+            if known.status == "passed":
+                us = statistics.median(known.samples_us)
+                first_us = us if math.isnan(first_us) else first_us
+                if best is None or us < best[0]:
+                    best = us, Plan.from_json(known.candidate["plan"])
+                    on_best(best[1])
+        if best is None:
+            reasons = "\n  ".join(map(str, ranked.costs))
+            raise ConfigError(f"no mesh plan could be measured:\n  {reasons}")
+        return Found(best[1], first_us / best[0], trials)
+
+
+def _mesh_trial(
+    opened: Session, config: EngineConfig, traffic: TrafficSpec, chosen: MeshCost, key: str
+) -> Trial:
+    """One mesh plan, served in the measuring process."""
+    found = opened.measurer.run(measure_mesh, config, traffic, chosen)
+    return Trial(
+        key=key,
+        target="mesh",
+        candidate={"mesh": chosen.plan.to_json(), **found.verdicts},
+        agent="cost model",
+        status=found.status,
+        reason=found.reason,
+        samples_us=tuple(found.arms.get("mesh", {}).get("candidate_us", ())),
+        predicted_us=chosen.us_per_token,
+        spent=found.spent,
+    )

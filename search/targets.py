@@ -203,12 +203,16 @@ class OpTarget:
         kernel_name: str = "",
         start: OpCandidate | None = None,
         predict: Callable[[Point], float] | None = None,
+        kept: Callable[[OpCandidate], Mapping[str, Any]] = lambda winner: {},
     ):
-        """`kernel_name` as `search.kernels` reads it; "" searches forms."""
+        """`kernel_name` as `search.kernels` reads it; "" searches forms.
+
+        `kept` gives what a promotion keeps besides the choice itself.
+        """
         self.name = workload.key
         self.workload, self.opened, self.folder = workload, opened, folder
         self.kernel_name = kernel_name
-        self._predict = predict
+        self._predict, self._kept = predict, kept
         self.refused: Mapping[str, int] = {}
         if kernel_name:
             self.space, self.refused = legal_schedules(
@@ -262,7 +266,9 @@ class OpTarget:
         return None if self._predict is None else self._predict(point)
 
     def winner(self, point: Point) -> dict[str, Any]:
-        return {"choice": self._op(point).to_json(), "device_kind": self.opened.device_kind}
+        winner = self._op(point)
+        device_kind = self.opened.device_kind
+        return {"choice": winner.to_json(), "device_kind": device_kind, **self._kept(winner)}
 
     def _op(self, point: Point) -> OpCandidate:
         if point == ELSEWHERE:
