@@ -1,5 +1,6 @@
 """Keys and the admin routes."""
 
+import json
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,32 @@ def test_install_and_roll_back(server: Server) -> None:
     assert server.metric("polyjax_plan_info", digest="other") == 1
     assert post("/admin/plan/rollback").json()["digest"] == "default"
     wait_for(lambda: server.metric("polyjax_rollbacks_total") == 1, "the heartbeat to tell")
+
+
+def test_events_as_json_and_as_a_stream(server: Server) -> None:
+    before = server.http.get("/admin/events", headers=ADMIN).json()["next"]
+    for digest in ("a", "b"):
+        assert server.post("/admin/plan", {"digest": digest}, headers=ADMIN).status_code == 200
+    told = server.http.get(f"/admin/events?after={before}", headers=ADMIN).json()
+    assert [event["plan"] for event in told["events"]] == ["a", "b"]
+    assert told["next"] == before + 2
+    headers = {**ADMIN, "Accept": "text/event-stream"}
+    url = f"/admin/events?after={before}"
+    with server.http.stream("GET", url, headers=headers) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        first = [next(lines) for _ in range(8)]
+        assert first[:2] == [f"id: {before + 1}", "event: swap"]
+        assert json.loads(first[2].removeprefix("data: "))["plan"] == "a"
+        # It goes on with what happens while it is open.
+        with server.new_client() as other:
+            path = "/admin/plan/rollback"
+            assert other.post(path, json={}, headers=ADMIN).status_code == 200
+        assert [next(lines) for _ in range(2)] == [f"id: {before + 3}", "event: rollback"]
+    assert server.post("/admin/plan/rollback", {}, headers=ADMIN).status_code == 200
+    for query in ("after=x", "after=-1", "since=3"):
+        answer = server.http.get(f"/admin/events?{query}", headers=ADMIN)
+        assert answer.status_code == 400, query
 
 
 def test_bad_admin_bodies(server: Server) -> None:
