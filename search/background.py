@@ -34,7 +34,7 @@ from search.plan_bench import PlanSetup
 from search.run import in_force, with_choice
 from search.space import Point
 from search.targets import OpTarget, PlanTarget, Target, tunable
-from search.traffic import TrafficSpec
+from search.traffic import TrafficSpec, padded_tokens
 from search.tuner import Budget
 from search.turns import Turns
 
@@ -203,7 +203,15 @@ class BackgroundTuner:
         target = PlanTarget(setup, opened)
         if self._server.plan() not in target.plans.values():
             raise PlanChanged("the server's plan is none of the round's")
-        return self._turn(target, target.plans.__getitem__, begun.seed, ledger, pool)
+
+        def predict(point: Point) -> float:
+            """Ladders first that pad this traffic little."""
+            ladder = target.plans[point].ladder
+            assert ladder is not None
+            page_size = opened.spec.page_size
+            return padded_tokens(opened.traffic, ladder, page_size, opened.max_pages)
+
+        return self._turn(target, target.plans.__getitem__, predict, begun.seed, ledger, pool)
 
     def _tune_op(
         self, begun: Round, workload: Workload, kernel: str, ledger: Ledger, pool: CompilePool
@@ -219,19 +227,20 @@ class BackgroundTuner:
         def plan_of(point: Point) -> Plan:
             return with_choice(plan, workload, target.judged(point))
 
-        return self._turn(target, plan_of, begun.seed, ledger, pool)
+        return self._turn(target, plan_of, None, begun.seed, ledger, pool)
 
     def _turn(
         self,
         target: Target,
         plan_of: Callable[[Point], Plan],
+        predict: Callable[[Point], float] | None,
         seed: int,
         ledger: Ledger,
         pool: CompilePool,
     ) -> int:
         tuner = LiveTuner(
             *(self._server, plan_of, ledger, target, self._measurer, pool),
-            AGENTS[_SEARCHER](target.space, seed, None),
+            AGENTS[_SEARCHER](target.space, seed, predict),
             Budget(max_trials=TRIALS_A_TURN),
             EFFORT,
             lambda progress: log.info("trial %d: %s", progress.last.id, progress.last.status),

@@ -16,9 +16,10 @@ import numpy as np
 
 from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.errors import ConfigError
-from polyjax.engine.bucketing import BucketChooser
+from polyjax.engine.bucketing import LAUNCH_COST_TOKENS, BucketChooser
 
 GROUPS = ("decode", "prefill")
+CONTEXT_TOKEN_COST = 1 / 64  # about what models of a few billion parameters have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,22 @@ def launches(
     if bucket is not None:
         return [(bucket, list(range(len(step))))]
     return chooser.split_decode(pages)
+
+
+def padded_tokens(traffic: Traffic, ladder: BucketLadder, page_size: int, max_pages: int) -> float:
+    """Returns the padded tokens that a generated token costs on `ladder`: a prior, no time.
+
+    A token of context to attend to counts as a small part of a token to compute.
+    """
+    chooser = BucketChooser(ladder, max_pages)
+    total = 0.0
+    for group, steps in traffic.steps.items():
+        for step in steps:
+            for bucket, _ in launches(step, group, chooser, page_size):
+                context = bucket.pages * page_size * CONTEXT_TOKEN_COST
+                work = LAUNCH_COST_TOKENS + bucket.sequences * (bucket.tokens + context)
+                total += work * traffic.steps_per_token[group] / len(steps)
+    return total
 
 
 def buckets_used(

@@ -26,6 +26,7 @@ from search.measure import Measurement
 from search.paired import Effort
 from search.space import Point, Space
 from search.targets import Job
+from search.traffic import draw, padded_tokens
 from search.tuner import Budget
 from tests import tiny_llama
 
@@ -283,3 +284,13 @@ def test_a_round_is_kept(tmp_path: Path) -> None:
     assert found is not None and Plan.from_json(found.plan) == PLANS["fast"]
     path.write_text('{"model": "torn')
     assert Round.load(path) is None
+
+
+def test_a_ladder_that_pads_less_is_predicted_to_cost_less() -> None:
+    spec = observed_traffic(LAUNCHES, 8, 1)
+    assert spec is not None
+    traffic = draw(spec, 128, 4, 32)
+    narrow = tiny_llama.LADDER
+    wide = dataclasses.replace(narrow, decode=narrow.decode[-1:])
+    few, many = (padded_tokens(traffic, ladder, 8, 16) for ladder in (narrow, wide))
+    assert 0 < few < many
