@@ -165,7 +165,9 @@ def load_chain(name: str, future: Future[Any], arguments: tuple[Any, ...]) -> Ch
     """Returns the compiled chain, or why the candidate failed to compile."""
     try:
         payload, in_tree, out_tree = future.result()
-        compiled = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+        compiled = serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, execution_devices=jax.devices()[:1]
+        )
     except Exception as error:  # a failed candidate is a result, not an error
         return " ".join(repr(error).split())[:200]
     return Chain(name, compiled, arguments, len(arguments[0]))
