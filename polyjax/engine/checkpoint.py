@@ -26,16 +26,22 @@ HostParams = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What an engine serves with. `files` None stands for random numbers; `epoch` is its first."""
+    """What an engine serves with, from `epoch` on. Random numbers have no path."""
 
     name: str
     path: str
     digest: str
     epoch: int
-    files: ModelFiles | None
+
+    @classmethod
+    def of(cls, files: ModelFiles | None, digest: str, epoch: int) -> Weights:
+        """Those of a checkpoint, or random ones."""
+        if files is None:
+            return cls("random weights", "", digest, epoch)
+        return cls(files.name, str(files.path), digest, epoch)
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "path": self.path, "digest": self.digest, "epoch": self.epoch}
+        return dataclasses.asdict(self)
 
 
 class CheckpointReader:
@@ -58,8 +64,15 @@ class CheckpointReader:
         self._mesh = mesh
         self._mesh_plan = mesh_plan
         self._platform = mesh.devices.flat[0].platform
+        self.first_files = None if config.load_format == "dummy" else model.files
         self._specs = abstract_model(spec, Placement(mesh_plan, mesh)).specs
         self._shardings = [mesh_plan.sharding(mesh, s.axes) for s in self._specs.values()]
+
+    def first(self, digest: ParamsDigest) -> Weights:
+        """What the engine starts with. Random weights are a function of the seed."""
+        if self.first_files is None:
+            return Weights.of(None, f"random-{self._config.seed}", epoch=0)
+        return Weights.of(self.first_files, digest.hexdigest, epoch=0)
 
     def open(self, path: str, progress: Progress) -> ModelFiles:
         """Opens what `path` names: a directory, a GGUF file, a packaged model or a hub id.
@@ -118,7 +131,7 @@ class CheckpointReader:
             mesh=self._mesh,
             plan=self._mesh_plan,
         )
-        return tuple(params.values()), random_digest(self._config)
+        return tuple(params.values()), f"random-{self._config.seed}"
 
     def _config_problems(self, files: ModelFiles) -> list[str]:
         """In what the programs, made for the engine's config, would compute another model."""
@@ -153,18 +166,6 @@ class CheckpointReader:
             if not jnp.issubdtype(tensors.dtype(name), jnp.floating)
         ]
         return problems
-
-
-def first_weights(config: EngineConfig, model: OpenedModel, digest: ParamsDigest) -> Weights:
-    """What an engine starts with."""
-    if config.load_format == "dummy":
-        return Weights("random weights", "", random_digest(config), 0, None)
-    return Weights(model.files.name, str(model.files.path), digest.hexdigest, 0, model.files)
-
-
-def random_digest(config: EngineConfig) -> str:
-    """Stands for the digest of random weights, which are a function of the seed."""
-    return f"random-{config.seed}"
 
 
 def _compared(config: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from polyjax.core.errors import RequestError
 from polyjax.engine import build
 from polyjax.engine.admin import run_command
 from polyjax.engine.batch import BatchPacker
-from polyjax.engine.checkpoint import CheckpointReader, first_weights
+from polyjax.engine.checkpoint import CheckpointReader
 from polyjax.engine.compile_watch import CompileWatch
 from polyjax.engine.constraints import Constraints
 from polyjax.engine.events import AuditLog, EventLog
@@ -114,7 +114,7 @@ class Engine:
         packer = BatchPacker(sizing.spec.num_slots, len(model.config.kv_groups()), max_pages)
         self.launcher = Launcher(self.state, packer, self.mesh, self.phases)
         reader = CheckpointReader(config, model, sizing.spec, mesh_plan, self.mesh)
-        self.weights = WeightsLoader(reader, first_weights(config, model, digest))
+        self.weights = WeightsLoader(reader, reader.first(digest))
         self.sleeper = Sleeper(self.weights)
         ready_s = time.monotonic()
         self.info = self._make_info(model, sizing, loaded_s - started_s, ready_s - loaded_s)

@@ -108,12 +108,12 @@ class Sleeper:
         if self.state is not SleepState.ASLEEP:
             return
         on_host, reader = self._on_host, self._weights.reader
-        current = self._weights.current
+        current, in_force = self._weights.current, self._weights.files
 
         def bring_back(progress: Progress) -> tuple[DeviceParams, str]:
             if on_host is not None:
                 return reader.place(on_host, progress), current.digest
-            files = current.files and reader.open(str(current.files.path), progress)
+            files = in_force and reader.open(str(in_force.path), progress)
             return reader.read_to_devices(files, progress)
 
         self.error = ""
@@ -153,7 +153,7 @@ class Sleeper:
         engine.state.replace_params(())
         self._on_host = on_host
         self.state = SleepState.ASLEEP
-        log.info("asleep at level %d", self.level)
+        engine.events.add("asleep", level=self.level)
 
     def _finish_waking(
         self, task: BackgroundTask[tuple[DeviceParams, str]], engine: Engine
@@ -167,19 +167,19 @@ class Sleeper:
             self.state = SleepState.ASLEEP
             known = isinstance(error, PolyjaxError)
             self.error = str(error) if known else f"{type(error).__name__}: {error}"
-            log.warning("the engine sleeps on: %s", self.error)
+            engine.events.add("sleeps_on", error=self.error)
             return
         current = self._weights.current
         if digest != current.digest:
-            log.warning("%s holds other weights than before the engine slept", current.path)
-            self._weights.put_in_force(current.files, digest, engine)
+            self._weights.put_in_force(self._weights.files, digest, engine)
+            engine.events.add("weights_current", path=current.path, digest=digest, changed=True)
 
     def _wake_up(self, engine: Engine, params: DeviceParams) -> None:
         engine.state.replace_params(params)
         engine.state.rebuild()
         self._on_host = None
         self.state, self.level = SleepState.AWAKE, 0
-        log.info("awake")
+        engine.events.add("awake")
 
 
 def read_sleep_request(payload: Mapping[str, Any]) -> tuple[int, Running]:

@@ -11,6 +11,7 @@ way no cached key or value survives: requests that keep running are computed aga
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import itertools
@@ -28,7 +29,7 @@ from polyjax.io.files import ModelFiles, Progress, no_progress
 if TYPE_CHECKING:
     from polyjax.engine.engine import Engine
 
-REMEMBERED_LOADS = 8
+REMEMBERED_LOADS, REMEMBERED_WEIGHTS = 8, 1024
 DROPPED = "other weights were loaded, and the operator chose to end what was running"
 
 log = logging.getLogger("polyjax.engine")
@@ -109,13 +110,14 @@ class WeightsLoad:
 class WeightsLoader:
     """Takes one set of weights at a time from its path into the state; remembers those in force.
 
-    `history` lists what was in force since the start, the newest last: an answer's epoch finds the
-    weights that computed it.
+    `history` lists what was in force, the newest last: an answer's epoch finds the weights that
+    computed it. `files` are those in force, None for random numbers.
     """
 
     def __init__(self, reader: CheckpointReader, first: Weights):
         self.reader = reader
-        self.history = [first]
+        self.history = collections.deque([first], maxlen=REMEMBERED_WEIGHTS)
+        self.files: ModelFiles | None = reader.first_files
         self.loads: list[WeightsLoad] = []
         self._numbers = itertools.count(1)
 
@@ -171,12 +173,17 @@ class WeightsLoader:
             if load.state is LoadState.PENDING and not engine.installer.active:
                 self._swap(load, engine)
         except ModelError as error:
-            self._refuse(load, *error.problems)
+            self._refuse(load, engine, *error.problems)
         except PolyjaxError as error:
-            self._refuse(load, str(error))
+            self._refuse(load, engine, str(error))
         except Exception as error:
             log.exception("weights could not be loaded from %s", load.path)
-            self._refuse(load, f"{type(error).__name__}: {error}")
+            if (
+                load.digest == self.current.digest
+            ):  # only the pools have no room; a step tries again
+                load.state = LoadState.CURRENT
+            else:
+                self._refuse(load, engine, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         if self.active and (task := self.loads[-1].task) is not None:
@@ -203,7 +210,13 @@ class WeightsLoader:
             if load.running is Running.DROP:
                 engine.drop_started(DROPPED)
         load.state = LoadState.CURRENT
-        log.info("weights %s from %s, epoch %d", prepared.digest, load.path, self.current.epoch)
+        engine.events.add(
+            "weights_current",
+            path=load.path,
+            digest=load.digest,
+            changed=load.changed,
+            running=load.running.value,
+        )
 
     def _replace(self, prepared: Prepared, engine: Engine) -> None:
         """Raises, with everything as it was, where the devices have no room after all."""
@@ -215,21 +228,24 @@ class WeightsLoader:
         assert prepared.on_host is not None
         engine.release_pools()  # there is room for them or for the second copy
         try:
-            engine.state.replace_params(self.reader.place(prepared.on_host, no_progress))
-            self.put_in_force(prepared.files, prepared.digest, engine)
-        finally:
+            params = self.reader.place(prepared.on_host, no_progress)
+        except Exception:
             engine.state.rebuild()
+            raise
+        engine.state.replace_params(params)
+        self.put_in_force(prepared.files, prepared.digest, engine)
+        engine.state.rebuild()
 
     def put_in_force(self, files: ModelFiles | None, digest: str, engine: Engine) -> None:
         """Notes that the engine serves with other weights now, under an epoch of their own."""
         engine.programs.epoch += 1
-        name, path = ("random weights", "") if files is None else (files.name, str(files.path))
-        self.history.append(Weights(name, path, digest, engine.programs.epoch, files))
+        self.files = files
+        self.history.append(Weights.of(files, digest, engine.programs.epoch))
 
-    def _refuse(self, load: WeightsLoad, *problems: str) -> None:
+    def _refuse(self, load: WeightsLoad, engine: Engine, *problems: str) -> None:
         load.state, load.problems = LoadState.REFUSED, problems
         load.task = load.prepared = None
-        log.warning("weights from %s were refused: %s", load.path, "; ".join(problems))
+        engine.events.add("weights_refused", path=load.path, problems=list(problems))
 
 
 def choose_staging(wanted: Staging, room: Room) -> Staging:

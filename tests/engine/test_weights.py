@@ -94,6 +94,8 @@ def test_kept_streams_go_on_exactly_as_the_new_weights_would(
     assert current["path"] == str(other) and current["epoch"] == epoch + 1
     assert current["digest"] == fresh["other"].weights.current.digest != before.digest
     assert engine.admin("plan", {})["weights"] == current
+    event = engine.events.answer(after=engine.events.last - 1)["events"][0]
+    assert (event["kind"], event["digest"]) == ("weights_current", current["digest"])
 
 
 def test_answers_and_prefixes_are_the_new_weights_alone(
@@ -120,7 +122,9 @@ def test_dropped_streams_end_and_waiting_requests_do_not(
     *dropped, waited = traffic.streams
     for stream in dropped:
         assert stream.finish_reason is FinishReason.ERROR
-        assert stream.outputs[-1].error_status == 503 and "weights" in stream.outputs[-1].error
+        assert stream.outputs[-1].error_status == 503 and "weights" in (
+            stream.outputs[-1].error or ""
+        )
     assert waited.tokens == answer(fresh["other"], PROMPTS[0])
     assert engine.scheduler.allocator.usage == 0
 
@@ -146,7 +150,8 @@ def test_prompt_scores_are_of_one_set_of_weights(
         between()
         while of.has_work:
             outputs += of.step()
-        return np.array([score.logprob for score in outputs[0].prompt_logprobs[1:]])
+        [_, *rest] = outputs[0].prompt_logprobs or []
+        return np.array([score.logprob for score in rest])
 
     def swap() -> None:
         engine.admin("weights/load", {"path": str(other)})
