@@ -157,7 +157,7 @@ ROLLED_BACK = {"stage": "rolled_back", "reason": "steps take longer"}
 
 def tuner(folder: Path, engine: ToyEngine, measurer: ToyMeasurer) -> LiveTuner:
     made: Any = LiveTuner
-    return made(  # type: ignore[no-any-return]
+    return made(
         LiveServer(engine, "test"),
         plan_of,
         Ledger(folder / "ledger.sqlite", {"machine": "toy"}),

@@ -193,6 +193,26 @@ def post_pid(server: Server, module: str) -> int:
     return found.pid
 
 
+@pytest.mark.slow
+def test_a_plan_file_with_a_kernel_file_is_served(
+    server: Server, truth: Golden, tmp_path: Path
+) -> None:
+    path = tmp_path / "norm.py"
+    path.write_text(texts.HEAD + texts.MARK.format(folder=str(tmp_path)) + texts.RIGHT)
+    assert post(server, path, name="again").status_code == 200
+    file = settled(server)
+    assert file["state"] == "current", file
+    (tmp_path / "plan.json").write_text(json.dumps({**plan(server)["plan"], "ladder": LADDER}))
+    (tmp_path / "imported_by").unlink()
+    flags = (f"--plan={tmp_path / 'plan.json'}", f"--compile_cache_dir={tmp_path / 'programs'}")
+    with running(truth.path, (*FLAGS, *flags), ready_limit_s=LIMIT_S) as other:
+        tokens = other.post("/v1/completions", body(truth, [0])).json()["choices"][0]["token_ids"]
+        assert tokens == truth.continuation(0)
+        importers = {int(line) for line in (tmp_path / "imported_by").read_text().split()}
+        engine = other.child("polyjax.engine.process").pid
+        assert importers and not importers & {other.process.pid, engine}
+
+
 def test_requests_that_name_no_kernel_file(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "kernel.py"
     path.write_text(texts.HEAD + texts.RIGHT)
