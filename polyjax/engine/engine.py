@@ -139,7 +139,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launches the next step and commits the one before it while this one runs."""
         self.phases.start_step()
-        self.changes.apply(self.step_number)
+        self._outputs += self.changes.apply(self.step_number)
         self.weights.advance(self)
         self.sleeper.advance(self)
         if not self.sleeper.is_awake:
@@ -307,10 +307,10 @@ class Engine:
                 raise RequestError(
                     f"logit_bias names token {token}; the vocabulary has {vocab}", "logit_bias"
                 )
-        if params.numerics not in (None, self.programs.current.plan.numerics):
+        if params.numerics not in (None, self.changes.numerics):
             raise RequestError(
                 f"numerics {params.numerics!r} is not what the plan in force guarantees: "
-                f"{self.programs.current.plan.numerics!r}",
+                f"{self.changes.numerics!r}",
                 "numerics",
             )
 

@@ -168,6 +168,13 @@ class Installer:
         if self.current is not None and self.current.active:
             self._refuse(self.current, reason)
 
+    def give_way(self, reason: str) -> None:
+        """Forgets a tuner's plan on its way, unless it is about to come into force."""
+        job = self.current
+        if job is None or job.origin.proposal_id is None or job.state is InstallState.PENDING:
+            return
+        self.cancel(reason)
+
     def close(self) -> None:
         if self._loading is not None:
             self._loading.cancel()

@@ -13,9 +13,16 @@ from polyjax.engine.installation import Installation
 from polyjax.engine.probation import Probation
 from polyjax.engine.programs import ProgramTable
 from polyjax.engine.promotion import Origin, Proposals
+from polyjax.engine.sequence import Sequence
+from polyjax.engine.types import RequestOutput
 
 if TYPE_CHECKING:
     from polyjax.engine.scheduler import Scheduler
+
+
+def _broken(sequence: Sequence) -> RequestError:
+    reason = f"the plan that promised numerics {sequence.params.numerics!r} failed; try again"
+    return RequestError(reason, status=503)
 
 
 class PlanChanges:
@@ -57,24 +64,36 @@ class PlanChanges:
             )
         try:
             BucketChooser(ladder, self._scheduler.max_pages)
+            if origin.proposal_id is None and plan.mesh == current.plan.mesh:
+                self._installer.give_way("an operator's plan goes first")
             return self._installer.start(plan, current.plan.mesh, ladder, origin)
         except (ConfigError, StateABIError) as error:
             raise RequestError(str(error), "plan", 409) from error
 
-    def apply(self, step_number: int) -> None:
+    @property
+    def numerics(self) -> str:
+        """The class that a new request can count on: a plan about to come may promise less."""
+        pending = self._table.pending
+        plans = [self._table.current.plan, *([pending.programs.plan] if pending else [])]
+        return max((plan.numerics for plan in plans), key=NUMERICS_CLASSES.index)
+
+    def apply(self, step_number: int) -> list[RequestOutput]:
         """Called before each step: the only place where a plan changes.
 
-        A plan that promises less than the one in force waits until no request counts on more.
+        A plan that promises less than the one in force waits until no request counts on more; if
+        that one has failed, those requests end instead, and their ends are returned.
         """
         pending = self._table.pending
-        if pending is None:
-            return
-        wanted = pending.programs.plan.numerics
-        if wanted != self._table.current.plan.numerics and self._scheduler.counts_on_more(wanted):
-            return
+        if pending is None or step_number < pending.at_step:
+            return []
+        outputs = []
+        if pending.programs.plan.numerics != self._table.current.plan.numerics:
+            counting = self._scheduler.counting_on_more(pending.programs.plan.numerics)
+            if counting and not self._probation.has_failed:
+                return []
+            outputs = [self._scheduler.refuse(sequence, _broken(sequence)) for sequence in counting]
         before = self._table.current.plan.digest
-        if not self._table.apply_pending(step_number):
-            return
+        self._table.apply_pending(step_number)
         current = self._table.current
         self._scheduler.set_ladder(current.ladder)
         job = self._installer.swapped(pending.rollback)
@@ -82,6 +101,7 @@ class PlanChanges:
         kind = "rollback" if pending.rollback else "swap"
         self._events.add(kind, plan=current.plan.digest, before=before, **facts)
         self._probation.plan_changed(job)
+        return outputs
 
     def roll_back(self, step_number: int, agent: str) -> None:
         """Forgets what is on its way and returns to the plan before.

@@ -55,6 +55,12 @@ class Probation:
         watch = self._job.watch if self._job else None
         return watch if watch is not None and watch.is_running else None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the plan in force failed its watch: nothing may wait any longer."""
+        watch = self._job.watch if self._job else None
+        return watch is not None and watch.state is WatchState.FAILED
+
     def plan_changed(self, job: Installation | None) -> None:
         """A swap has happened; `job` brought the new plan, None if it was there before."""
         self._supersede("another plan came into force")

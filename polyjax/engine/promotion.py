@@ -50,8 +50,8 @@ class Policy:
     """How much a promotion may disturb traffic, and for how long it looks.
 
     Under traffic, at most one piece of work is done between two steps, and pieces take at most the
-    share `work_share` of the time. At least every `shadow_every`-th step is free of shadows.
-    A candidate that sees no traffic to shadow within `traffic_wait_s` is refused.
+    share `work_share` of the time. At most every `shadow_every`-th step is shadowed. A candidate
+    that sees no traffic to shadow within `traffic_wait_s` is refused.
     """
 
     work_share: float = 0.2

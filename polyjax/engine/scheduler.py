@@ -87,10 +87,10 @@ class Scheduler:
         """Page table columns that a ladder has to reach."""
         return self._max_pages(self.limits)
 
-    def counts_on_more(self, numerics: str) -> bool:
-        """Whether a living request asked for another numerics class than this one."""
+    def counting_on_more(self, numerics: str) -> list[Sequence]:
+        """The living sequences whose requests asked for another numerics class than this one."""
         living = self._roster.by_id.values()
-        return any(s.params.numerics not in (None, numerics) for s in living)
+        return [s for s in living if s.params.numerics not in (None, numerics)]
 
     @property
     def max_total_tokens(self) -> int:

@@ -137,6 +137,11 @@ class _Pending:
     pages: jax.Array
     started_s: float
 
+    @property
+    def arrays(self) -> list[jax.Array]:
+        found = (self.hidden, self.live_hidden, self.tokens, self.pages)
+        return [array for array in found if array is not None]
+
 
 class ShadowRunner:
     """Shadows launches one at a time, every kind of program in turn."""
@@ -210,7 +215,7 @@ class ShadowRunner:
             *((tokens, running.tokens) if greedy else (None, None)),
             *(pages, started_s),
         )
-        for array in (hidden, running.hidden, pages, *([tokens] if tokens is not None else [])):
+        for array in pending.arrays:
             array.copy_to_host_async()
         if self._one_at_a_time:
             jax.block_until_ready((state.kv, hidden, pages))
@@ -220,10 +225,11 @@ class ShadowRunner:
         self.runs[key] = ShadowRun(key, live_key, flat, live_flat)
 
     def collect(self) -> Verdict | None:
-        """What the last shadow step showed, once; waits for it if it still runs."""
-        if self._pending is None:
+        """What the last shadow step showed, once, and not before it has run."""
+        pending = self._pending
+        if pending is None or not all(_is_ready(array) for array in pending.arrays):
             return None
-        pending, self._pending = self._pending, None
+        self._pending = None
         self.shadowed[pending.key] += 1
         evidence: dict[str, Any] = {"program": str(pending.key), "rows": len(pending.rows)}
         reason = self._judge(pending, evidence)
@@ -290,6 +296,11 @@ class ShadowRunner:
         if bucket is None or ProgramKey(kind, bucket) not in programs:
             return None
         return ProgramKey(kind, bucket)
+
+
+def _is_ready(array: jax.Array) -> bool:
+    ready: bool = array.is_ready()  # type: ignore[attr-defined]  # jax.Array does not declare it
+    return ready
 
 
 def _columns(launch: Launch, page_size: int) -> int:

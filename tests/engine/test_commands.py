@@ -17,7 +17,7 @@ from polyjax.core.plan import Plan
 from polyjax.engine.engine import Engine
 from polyjax.engine.installation import InstallState
 from polyjax.engine.types import Request
-from tests.engine.candidates import serve, settle
+from tests.engine.candidates import FirstRuns, serve, settle
 from tests.engine.serving import greedy, prompt, run
 
 _names = itertools.count()
@@ -174,11 +174,28 @@ def test_a_weaker_promise_is_refused_and_fingerprints_stay_true(engine: Engine) 
     engine.step()
     engine.add(Request("n", prompt(3), greedy(6, numerics="batch_invariant")))
     engine.admin("plan/rollback", {})
+    with pytest.raises(RequestError, match="not what the plan in force guarantees"):
+        engine.add(Request("late", prompt(3), greedy(1, numerics="batch_invariant")))
     epochs = []
     while engine.has_work:
         epochs += [output.epoch for output in engine.step()]
     assert len(set(epochs)) == 1
     assert engine.programs.current.plan == current
+
+
+def test_an_operator_goes_before_a_tuner(engine: Engine) -> None:
+    engine.installer._first_runs = FirstRuns()  # type: ignore[assignment]
+    current = engine.programs.current.plan
+    payload = {"plan": renamed(current).to_json(), "agent": "tuner"}
+    number = engine.admin("plan/propose", payload)["proposal_id"]
+    serve(engine, lambda: engine.installer.active)
+    mine = renamed(current)
+    engine.admin("plan/install", {"plan": mine.to_json()})
+    told = engine.admin("plan/proposal", {"proposal_id": number})
+    assert (told["stage"], told["reason"]) == ("refused", "an operator's plan goes first")
+    serve(engine, lambda: not engine.installer.active)
+    assert engine.programs.current.plan == mine
+    assert engine.admin("plan", {})["installation"]["agent"] == "operator"
 
 
 def test_a_restart_comes_back_on_the_last_plan_that_survived(engine: Engine) -> None:
