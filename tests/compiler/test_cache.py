@@ -80,6 +80,19 @@ def test_a_damaged_entry_is_a_miss(cache: ProgramCache, damage: str) -> None:
     assert cache.misses == {"torn": 1}
 
 
+def test_another_request_for_the_same_program_finds_it(
+    cache: ProgramCache, program: StepProgram
+) -> None:
+    ladder = dataclasses.replace(SCORE.plan, ladder=tiny_llama.LADDER)
+    equal = dataclasses.replace(SCORE, plan=ladder)
+    assert cache.load(equal, MESH) is None
+    cache.link(SCORE, equal, MESH)
+    loaded = cache.load(equal, MESH)
+    assert loaded is not None and loaded.plan_digest == ladder.digest
+    assert (call(loaded) == call(program)).all()
+    cache.link(tiny_llama.request(Kind.READ_SCRATCH), equal, MESH)  # nothing to link: no harm
+
+
 def test_an_entry_others_can_write_is_not_unpickled(cache: ProgramCache) -> None:
     path = cache.path(SCORE, MESH)
     path.chmod(0o666)
