@@ -20,8 +20,8 @@ Call = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 """Runs an admin command in the server's engine. Raises RequestError, EngineDead."""
 
 LEASE_MS = 200.0
-EFFORT = Effort(noise_pairs=20, max_pairs=40, sample_ms=2.0, limit_s=float("inf"))
-"""Samples short against a lease; waiting for leases counts for nothing."""
+EFFORT = Effort(noise_pairs=40, max_pairs=200, sample_ms=2.0, limit_s=float("inf"))
+"""Samples short against a lease, and many beside traffic; waiting for leases counts for nothing."""
 
 _CHECK_S = 0.01
 _NAP_S = 0.005
