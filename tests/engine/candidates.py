@@ -50,7 +50,7 @@ def breaks(
             switch.calls += 1
             return change(program.executable, *args)
 
-        return dataclasses.replace(program, executable=run)  # type: ignore[arg-type]
+        return dataclasses.replace(program, executable=run)
 
     return wrap
 

@@ -96,7 +96,7 @@ def test_a_ladder_is_derived_from_what_was_launched(engine: Engine) -> None:
     assert set(told["launches"]["decode_sequences"]) <= {"1", "2", "3"}
     assert told["launches"]["prefill_tokens"] == {"6": 120}
     started = engine.admin("ladder/set", {"derive": True, "max_programs": 4})
-    ladder = engine.installer.current.ladder  # type: ignore[union-attr]
+    ladder = engine.installer.current.ladder
     assert Bucket(1, 3, 16) in ladder.decode
     assert started["installation"]["promotion"] == "immediate"
     assert max(bucket.sequences for bucket in ladder.decode) == 4  # still holds any step

@@ -15,7 +15,7 @@ from polyjax.compiler.program import Kind, ProgramKey
 from polyjax.core.errors import RequestError
 from polyjax.core.plan import Plan
 from polyjax.engine.engine import Engine
-from polyjax.engine.install import InstallState
+from polyjax.engine.installation import InstallState
 from polyjax.engine.programs import PlanPrograms, ProgramTable
 from polyjax.engine.types import Request
 from tests import tiny_llama
@@ -189,7 +189,11 @@ def test_a_ladder_may_change(engine: Engine) -> None:
             "decode buckets reach 0 context pages",
         ),
         (
-            {"plan": {"ladder": dataclasses.asdict(tiny_llama.LADDER) | {"sampler_sequences": [1, 4]}}},
+            {
+                "plan": {
+                    "ladder": dataclasses.asdict(tiny_llama.LADDER) | {"sampler_sequences": [1, 4]}
+                }
+            },
             409,
             r"buckets of \[2\] sequences and no sampler",
         ),

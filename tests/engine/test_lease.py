@@ -30,7 +30,8 @@ def test_a_lease_has_a_deadline_and_is_the_only_one(clock: Clock) -> None:
     assert leases.active is None
     found = leases.find(lease.id)
     assert found is not None
-    assert (found.reason, found.used_s(clock.now_s)) == ("expired", pytest.approx(0.2))
+    assert found.reason == "expired"
+    assert found.used_s(clock.now_s) == pytest.approx(0.2)
 
 
 def test_the_budget_is_a_share_of_the_window_and_comes_back(clock: Clock) -> None:
@@ -58,7 +59,8 @@ def test_what_was_not_used_goes_back(clock: Clock) -> None:
     clock.now_s += 0.05
     assert leases.release(lease) == pytest.approx(0.05)
     assert leases.used_s() == pytest.approx(0.05)
-    assert [(e.id, pytest.approx(used_s)) for e, used_s in ended] == [(lease.id, 0.05)]
+    assert [e.id for e, _ in ended] == [lease.id]
+    assert ended[0][1] == pytest.approx(0.05)
     assert leases.release(lease) == pytest.approx(0.05)  # once more changes nothing
     assert len(ended) == 1
 

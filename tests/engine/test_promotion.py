@@ -1,6 +1,7 @@
 """Plans that have to prove themselves: every stage, and candidates that fail in each of them."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import polyjax.engine.live_trial
 from polyjax.compiler.program import Kind
 from polyjax.core.errors import RequestError
 from polyjax.core.plan import Plan
+from polyjax.engine import canary
 from polyjax.engine.engine import Engine
 from polyjax.engine.promotion import Policy
 from tests.engine.audit import audit
@@ -52,7 +53,7 @@ def speed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], 
 
     def set_speed(factor: float) -> None:
         def timed(state: Any) -> Any:
-            real = original(state)
+            real = canary.timed(state)
 
             def timer(programs: Any, key: Any, flat: Any) -> float:
                 real(programs, key, flat)
@@ -61,9 +62,8 @@ def speed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], 
 
             return timer
 
-        monkeypatch.setattr(polyjax.engine.live_trial, "timed", timed)
+        monkeypatch.setattr("polyjax.engine.live_trial.timed", timed)
 
-    original = polyjax.engine.live_trial.timed
     set_speed(0.5)
     return set_speed
 
@@ -303,8 +303,9 @@ def test_the_plan_that_survived_is_on_disk_and_the_audit_log_tells_it_all(
     kept = json.loads((Path(engine.config.state_dir) / "last_good_plan.json").read_text())
     assert kept["digest"] == survived.digest
     assert Plan.from_json(kept["plan"]) == survived
-    engine.events._audit._lines.put(None)  # type: ignore[union-attr]  # waits for all that came
-    engine.events._audit._thread.join(10)  # type: ignore[union-attr]
-    lines = [json.loads(line) for line in Path(engine.config.audit_log).read_text().splitlines()]
+    audit_log, deadline_s = Path(engine.config.audit_log), time.monotonic() + 20
+    while audit_log.read_text().count("\n") < engine.events.last and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # a thread of its own writes it
+    lines = [json.loads(line) for line in audit_log.read_text().splitlines()]
     assert [line["number"] for line in lines] == list(range(1, engine.events.last + 1))
     assert lines[-1]["kind"] == "rollback"
