@@ -3,7 +3,8 @@
     python -m pallas_kernels --chip="NVIDIA H200" [--op=matmul] [--json] [--all]
 
 Every schedule of every workload gets the cheap checks; a seeded sample of the legal ones, 32 an op,
-is lowered too (all of them with --all).
+is lowered too (all of them with --all). Kernels are those of the chip's platform. For a TPU the
+lowering ends where its compiler would begin; scripts/check_tpu compiles.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of a tab
 _ALL = flags.DEFINE_bool("all", False, "Lower every legal schedule, not a sample.")
 
 
+def ops_of(platform: str) -> list[str]:
+    """Returns the ops that have a kernel for a platform; kernels are named platform.op.variant."""
+    names = [name.split(".") for name in CATALOGUE]
+    return list(dict.fromkeys(op for family, op, _ in names if family.endswith(platform)))
+
+
 def print_table(judged: list[dict[str, Any]], target: ChipSpec) -> None:
     print(f"{target.name}: schedules that pass every static check, and lowerings tried")
     for row in judged:
@@ -40,7 +47,11 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     target = chip(_CHIP.value)
-    ops = list(dict.fromkeys(name.split(".")[1] for name in CATALOGUE))
+    ops = ops_of(target.platform)
+    if not ops:
+        raise ConfigError(
+            f"--chip={target.name}: the catalogue has no kernel for a {target.platform}"
+        )
     if _OP.value and _OP.value not in ops:
         raise ConfigError(f"--op={_OP.value}: the catalogue has {', '.join(ops)}")
     chosen = [_OP.value] if _OP.value else ops

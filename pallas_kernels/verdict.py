@@ -1,4 +1,7 @@
-"""Static verdicts on schedules: cheap checks, and lowering for a chip that need not be present."""
+"""Static verdicts on schedules: cheap checks, and lowering for a chip that need not be present.
+
+For a TPU, lowering ends at the kernel's Mosaic module; `tpu_compile.py` goes on to machine code.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,13 @@ def workloads(op: Op) -> Iterator[Workload]:
     return importlib.import_module(f"pallas_kernels.{op.name}.workloads").workloads()
 
 
-def kernels_of(op_name: str) -> list[Kernel]:
-    """Returns the catalogue's kernels of an op."""
-    return [CATALOGUE[name] for name in CATALOGUE if name.split(".")[1] == op_name]
+_LOWERING_PLATFORM = {"gpu": "cuda", "tpu": "tpu"}
+
+
+def kernels_of(op_name: str, platform: str | None = None) -> list[Kernel]:
+    """Returns the catalogue's kernels of an op, of one platform if it is named."""
+    kernels = [CATALOGUE[name] for name in CATALOGUE if name.split(".")[1] == op_name]
+    return [kernel for kernel in kernels if platform in (None, kernel.platform)]
 
 
 def abstract_arguments(op: Op, workload: Workload, num_pages: int = NUM_PAGES) -> list[Any]:
@@ -65,12 +72,13 @@ def refusal(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSp
 def lower(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec) -> Any:
     """Returns the kernel lowered for `chip` on any host. Raises ScheduleError with the reason."""
     arguments = abstract_arguments(kernel.op, workload)
-    device = AbstractDevice(chip.name, chip.num_sms, "gpu")
+    kind = chip.kind if chip.platform == "tpu" else chip.name
+    device = AbstractDevice(kind, chip.num_sms, chip.platform)
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             traced = jax.jit(kernel.build(workload, schedule)).trace(*arguments)
-            return traced.lower(lowering_platforms=("cuda",))
+            return traced.lower(lowering_platforms=(_LOWERING_PLATFORM[chip.platform],))
     except Exception as error:  # whatever Pallas refuses with, it refuses this schedule
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise ScheduleError(f"{kernel.name}: does not lower: {reason}") from error
@@ -84,7 +92,7 @@ def judge_op(op_name: str, target: ChipSpec, lower_all: bool) -> dict[str, Any]:
     legal: list[tuple[Kernel, Workload, Schedule]] = []
     reasons: Counter[str] = Counter()
     total = 0
-    kernels = kernels_of(op_name)
+    kernels = kernels_of(op_name, target.platform)
     for kernel in kernels:
         for workload in workloads(kernel.op):
             for schedule in kernel.space(workload, target):

@@ -1,29 +1,37 @@
-"""Every kernel against its op's truth in GPU interpret mode: fresh inputs, poisoned outputs, races.
+"""Every kernel against its op's truth in interpret mode: fresh inputs, poisoned outputs, races.
 
 Interpret mode fills unwritten memory with NaN, so an element that the body leaves out fails. Knobs
 it lacks (dependent launch, reduction through a cluster) run as their plain paths; the device bench
-proves them on the chip.
+proves them on the chip. TPU kernels run on two simulated cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import math
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import CATALOGUE
-from pallas_kernels.base import MosaicGpuKernel, uncovered
+from pallas_kernels.base import PallasKernel, uncovered
+from pallas_kernels.tpu_base import MosaicTpuKernel
 from polyjax.core.chips import chip
 from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Schedule, Workload, Writes
+from polyjax.core.primitives import PAGED_ATTENTION
 
 
 def _load_cases():
@@ -38,7 +46,8 @@ def _load_cases():
 
 CASES = _load_cases().cases(seed=11)
 H200 = chip("NVIDIA H200")
-SMALL = dataclasses.replace(H200, num_sms=4)  # schedules then give each block more than one tile
+# Schedules for four SMs give each block more than one tile; a v5p has two cores to share tiles.
+SMALL = {"gpu": dataclasses.replace(H200, num_sms=4), "tpu": chip("TPU v5p")}
 WHOLE_STEP = ("dense_decode_stack", "dense_decode_greedy")  # kernels with a suite of their own
 KERNELS = [name for name in CATALOGUE if name.split(".")[1] not in WHOLE_STEP]
 
@@ -48,52 +57,98 @@ def pairs() -> list[tuple[str, int]]:
     for name in KERNELS:
         kernel = CATALOGUE[name]
         for i, case in enumerate(CASES):
-            if case.op is kernel.op and kernel.supports(case.workload) is None:
+            suits = case.op is kernel.op and kernel.platform in case.platforms
+            if suits and kernel.supports(case.workload) is None:
                 found.append((name, i))
     return found
 
 
+def marked(pair: tuple[str, int]) -> Any:
+    """A TPU kernel's proof is the case made for its edges; the others take their time."""
+    name, index = pair
+    kernel, case = CATALOGUE[name], CASES[index]
+    thorough = case.platforms == ("tpu",) or kernel.op is PAGED_ATTENTION
+    slow = kernel.platform == "tpu" and not thorough
+    return pytest.param(*pair, marks=pytest.mark.slow if slow else ())
+
+
 PAIRS = pairs()
-IDS = [f"{name.removeprefix('mosaic_gpu.')}-{CASES[i].name}" for name, i in PAIRS]
+IDS = [f"{name.removeprefix('mosaic_')}-{CASES[i].name}" for name, i in PAIRS]
 
 
-def mosaic_gpu_kernel(name: str) -> MosaicGpuKernel:
+def kernel_of(name: str) -> PallasKernel:
     kernel = CATALOGUE[name]
-    assert isinstance(kernel, MosaicGpuKernel)
+    assert isinstance(kernel, PallasKernel)
     return kernel
 
 
-def plain_schedules(
-    kernel: MosaicGpuKernel, workload: Workload, count: int, seed: int
-) -> list[Schedule]:
-    """Legal schedules of a small chip, drawn by seed, as the plain paths interpret mode can run."""
-    legal = []
-    for schedule in kernel.space(workload, SMALL):
+def legal_schedules(kernel: PallasKernel, workload: Workload) -> list[Schedule]:
+    """Legal schedules of a small chip, as the plain paths interpret mode can run."""
+    legal: dict[Schedule, None] = {}
+    small = SMALL[kernel.platform]
+    for schedule in kernel.space(workload, small):
         schedule = kernel.plain(schedule)
         try:
-            kernel.check(workload, schedule, SMALL)
+            kernel.check(workload, schedule, small)
         except ScheduleError:
             continue
-        legal.append(schedule)
-    legal = list(dict.fromkeys(legal))
+        legal[schedule] = None
     assert legal, f"{kernel.name}: no schedule of {workload.key} is legal"
+    return list(legal)
+
+
+def plain_schedules(
+    kernel: PallasKernel, workload: Workload, count: int, seed: int
+) -> list[Schedule]:
+    legal = legal_schedules(kernel, workload)
     return random.Random(seed).sample(legal, min(count, len(legal)))
+
+
+def with_most_steps(kernel: MosaicTpuKernel, workload: Workload) -> Schedule:
+    """The schedule that divides the work the most: no knob stays at "all of it" if it need not."""
+    legal = legal_schedules(kernel, workload)
+    return max(legal, key=lambda s: (math.prod(kernel.grid(workload, s)), str(s)))
+
+
+@contextlib.contextmanager
+def gpu_interpreter(capfd: pytest.CaptureFixture) -> Iterator[None]:
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert not gpu_callbacks.get_races().races_found
+    assert "RACE DETECTED" not in capfd.readouterr().out, "a race in an earlier kernel of the call"
+
+
+@contextlib.contextmanager
+def simulated_tpu(capfd: pytest.CaptureFixture) -> Iterator[None]:
+    tpu_interpreter.reset_tpu_interpret_mode_state()  # a test that failed may have left its memory
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+    assert tpu_interpreter.races is not None and not tpu_interpreter.races.races_found
+    assert "RACE DETECTED" not in capfd.readouterr().out, "a race in an earlier kernel of the call"
+
+
+INTERPRETERS = {"gpu": gpu_interpreter, "tpu": simulated_tpu}
 
 
 def run_and_judge(name: str, index: int, schedule: Schedule, capfd: pytest.CaptureFixture) -> None:
     kernel, case = CATALOGUE[name], CASES[index]
-    function = jax.jit(kernel.build(case.workload, schedule))
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    function = jax.jit(
+        kernel.build(case.workload, schedule),
+        compiler_options={"xla_backend_optimization_level": 0},  # half the time to compile
+    )
+    with INTERPRETERS[kernel.platform](capfd):
         outputs = jax.block_until_ready(function(*case.arguments))
-    assert not gpu_callbacks.get_races().races_found
-    assert "RACE DETECTED" not in capfd.readouterr().out, "a race in an earlier kernel of the call"
     case.judge(outputs)
 
 
-@pytest.mark.parametrize(("name", "index"), PAIRS, ids=IDS)
+@pytest.mark.parametrize(("name", "index"), map(marked, PAIRS), ids=IDS)
 def test_kernel_matches_the_truth(name: str, index: int, capfd: pytest.CaptureFixture) -> None:
-    kernel, case = mosaic_gpu_kernel(name), CASES[index]
+    kernel, case = kernel_of(name), CASES[index]
     (schedule,) = plain_schedules(kernel, case.workload, 1, seed=index)
+    if case.platforms == ("tpu",):
+        assert isinstance(kernel, MosaicTpuKernel)
+        schedule = with_most_steps(kernel, case.workload)
     run_and_judge(name, index, schedule, capfd)
 
 
@@ -102,7 +157,7 @@ def test_kernel_matches_the_truth(name: str, index: int, capfd: pytest.CaptureFi
 def test_more_schedules_match_the_truth(
     name: str, index: int, capfd: pytest.CaptureFixture
 ) -> None:
-    kernel, case = mosaic_gpu_kernel(name), CASES[index]
+    kernel, case = kernel_of(name), CASES[index]
     for schedule in plain_schedules(kernel, case.workload, 6, seed=100 + index):
         run_and_judge(name, index, schedule, capfd)
 
@@ -114,14 +169,15 @@ def test_every_kernel_has_a_case() -> None:
 def test_the_judge_sees_a_wrong_element() -> None:
     case = CASES[0]
     right = np.asarray(case.op.reference(None, *case.arguments), np.float32)
-    case.judge(right)
+    judge = case.prepare()
+    judge(right)
     wrong = right.copy()
     wrong[-1, -1] += 1.0
     with pytest.raises(AssertionError, match="bound"):
-        case.judge(wrong)
+        judge(wrong)
     wrong[-1, -1] = np.nan
     with pytest.raises(AssertionError):
-        case.judge(wrong)
+        judge(wrong)
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,21 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import CATALOGUE, verdict
 from pallas_kernels.shapes import array
 from pallas_kernels.tuning import candidates
+from polyjax.compiler.choose import choose
 from polyjax.core import ops
-from polyjax.core.chips import CHIPS, chip
+from polyjax.core.chips import CHIPS, ChipSpec, chip
 from polyjax.core.errors import ScheduleError
-from polyjax.core.op import Choice, Ops
+from polyjax.core.op import Choice, Kernel, Ops
 from polyjax.core.tables import SHIPPED, load_tables
 
-H200 = chip("NVIDIA H200")
+H200, V5E = chip("NVIDIA H200"), chip("TPU v5e")
 WHOLE_STEP = ("dense_decode_stack", "dense_decode_greedy")
 KERNELS = [name for name in CATALOGUE if name.split(".")[1] not in WHOLE_STEP]
+TPU_KERNELS = [name for name in KERNELS if name.startswith("mosaic_tpu.")]
+
+
+def chip_of(kernel: Kernel) -> ChipSpec:
+    return {"gpu": H200, "tpu": V5E}[kernel.platform]
 
 
 @pytest.mark.smoke
@@ -38,7 +44,40 @@ def test_defaults_are_legal_for_every_declared_workload(name: str) -> None:
     supported = [w for w in verdict.workloads(kernel.op) if kernel.supports(w) is None]
     assert supported
     for workload in supported[:: max(1, len(supported) // 6)]:
-        kernel.check(workload, kernel.default(workload, H200), H200)
+        kernel.check(workload, kernel.default(workload, chip_of(kernel)), chip_of(kernel))
+
+
+@pytest.mark.parametrize("name", TPU_KERNELS)
+def test_a_tpu_kernel_is_refused_elsewhere_and_never_a_default(name: str) -> None:
+    """Nothing was timed on a TPU, so no plan takes a kernel there by itself."""
+    kernel = CATALOGUE[name]
+    workload = next(w for w in verdict.workloads(kernel.op) if kernel.supports(w) is None)
+    with pytest.raises(ScheduleError, match="needs mxu, which NVIDIA H200 lacks"):
+        kernel.check(workload, kernel.default(workload, V5E), H200)
+    assert choose(workload, CATALOGUE, V5E, {}) is None
+
+
+def test_reasons_on_a_tpu_name_the_rule() -> None:
+    kernel = CATALOGUE["mosaic_tpu.matmul.stream"]
+    workload = ops.MATMUL.workload(array(40, 8192), array(8192, 8192))
+    legal = kernel.default(workload, V5E)
+    for change, reason in (
+        ({"tile_n": 0, "tile_k": 0}, "bytes of VMEM, TPU v5e has"),
+        ({"tile_n": 200}, "no multiple of 128"),
+        ({"tile_k": 3072}, "no multiple of 128 that divides 8192"),
+        ({"tile_m": 24}, "multiple of 16"),
+        ({"cores": 2}, "cores=2: TPU v5e has 1"),
+    ):
+        with pytest.raises(ScheduleError, match=reason):
+            kernel.check(workload, dataclasses.replace(legal, **change), V5E)
+
+
+def test_a_lowered_tpu_kernel_is_one_call_that_writes_the_pool_in_place() -> None:
+    kernel = CATALOGUE["mosaic_tpu.kv_write.slot"]
+    workload = next(iter(verdict.workloads(kernel.op)))
+    text = verdict.lower(kernel, workload, kernel.default(workload, V5E), V5E).as_text()
+    calls = [line for line in text.splitlines() if "@tpu_custom_call" in line]
+    assert len(calls) == 1 and "output_operand_alias<" in calls[0]
 
 
 def test_a_wgmma_schedule_is_refused_on_a_b200_by_name() -> None:
@@ -82,7 +121,7 @@ def test_declared_shared_memory_is_enough(name: str = "mosaic_gpu.matmul.stream"
 def test_the_default_lowers_without_a_device(name: str) -> None:
     kernel = CATALOGUE[name]
     workload = next(w for w in verdict.workloads(kernel.op) if kernel.supports(w) is None)
-    verdict.lower(kernel, workload, kernel.default(workload, H200), H200)
+    verdict.lower(kernel, workload, kernel.default(workload, chip_of(kernel)), chip_of(kernel))
 
 
 def test_candidates_are_legal_and_repeatable() -> None:
@@ -136,7 +175,7 @@ def plan_of(arguments: list) -> dict[str, Choice]:
     jax.eval_shape(lambda *a: decode_layer(seen, *a), *arguments)
     chosen = {}
     for workload, _ in seen.used:
-        kernel = verdict.kernels_of(workload.op)[0]
+        kernel = verdict.kernels_of(workload.op, "gpu")[0]
         if kernel.supports(workload) is None:
             schedule = kernel.default(workload, H200)
             chosen[workload.key] = Choice(kernel.name, tuple(schedule.to_json().items()))
@@ -167,10 +206,17 @@ def test_a_planned_layer_is_its_kernels_and_writes_the_pool_in_place() -> None:
     assert not [x for x in text.splitlines() if pool in x and any(c in x for c in copying)]
 
 
-def test_the_command_counts_and_explains() -> None:
-    command = [sys.executable, "-m", "pallas_kernels", "--op=rms_norm", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("chip_name", ["NVIDIA H200", "TPU v5e"])
+def test_the_command_counts_and_explains(chip_name: str) -> None:
+    command = [sys.executable, "-m", "pallas_kernels", f"--chip={chip_name}", "--op=rms_norm"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     (row,) = json.loads(done.stdout)["ops"]
     assert row["schedules"] > row["legal"] > 0
     assert row["lowered"] == row["lowering_sample"]
-    assert any("no multiple" in reason for reason in row["reasons"])
+    assert row["reasons"]
+
+
+def test_the_command_names_a_chip_without_kernels() -> None:
+    command = [sys.executable, "-m", "pallas_kernels", "--chip=CPU"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "no kernel for a cpu" in done.stderr
