@@ -19,10 +19,11 @@ from search.turns import VARIABLE, Turns
 Call = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 """Runs an admin command in the server's engine. Raises RequestError, EngineDead."""
 
-LEASE_MS = 200.0
+LEASE_MS, MIN_LEASE_MS = 200.0, 5.0
 EFFORT = Effort(noise_pairs=40, max_pairs=200, sample_ms=2.0, limit_s=float("inf"))
 """Samples short against a lease, and many beside traffic; waiting for leases counts for nothing."""
 
+_WINDOW_S = 60.0  # of the engine's budget
 _CHECK_S = 0.01
 _NAP_S = 0.005
 _LONGEST_NAP_S = 1.0
@@ -80,8 +81,10 @@ class LeaseKeeper:
         answer = self._call("tune/lease", {"ms": self._lease_ms, "agent": self._agent})
         if answer["granted"]:
             self._use(answer["lease_id"], answer["expires_monotonic_s"])
-        else:
-            self._sleep(min(max(answer["retry_after_s"], _NAP_S), _LONGEST_NAP_S))
+            return
+        if answer["retry_after_s"] >= _WINDOW_S:  # the budget never holds as much at once
+            self._lease_ms = max(self._lease_ms / 2, MIN_LEASE_MS)
+        self._sleep(min(max(answer["retry_after_s"], _NAP_S), _LONGEST_NAP_S))
 
     def _use(self, lease_id: int, expires_s: float) -> None:
         """Until the lease ends, or nothing is left that fits into it."""

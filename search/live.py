@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from polyjax.core.errors import PolyjaxError, RequestError
@@ -118,15 +118,19 @@ class LiveTuner(Tuner):
             )
 
     def _measure(self, point: Point) -> Measurement:
+        self._check_in_force()
+        return super()._measure(point)
+
+    def _check_in_force(self) -> None:
         in_force = self._server.plan()
         if in_force != self._plan_of(self.best.point):
             raise PlanChanged(f"the server runs {in_force.digest}")
-        return super()._measure(point)
 
     def _decided(self, point: Point, found: Measurement) -> tuple[Measurement, Promotion]:
         found, decision = super()._decided(point, found)
         if not decision.promoted:
             return found, decision
+        self._check_in_force()  # nobody's change in the meantime is to be undone by a proposal
         verdict = self._server.propose(self._plan_of(point), self._lineage(point))
         verdicts = {**found.verdicts, "server": _evidence(verdict)}
         evidence = {**decision.evidence, "server": _evidence(verdict)}
@@ -141,12 +145,10 @@ class LiveTuner(Tuner):
         return found, dataclasses.replace(decision, promoted=promoted, evidence=evidence)
 
     def _lineage(self, point: Point) -> str:
-        changed = [f"{name}={value}" for name, value in point if (name, value) not in self._base]
+        changed = [
+            f"{name}={value}" for name, value in point if (name, value) not in self.best.point
+        ]
         return f"after trial {self.best.trial}: {', '.join(changed)}"
-
-    @property
-    def _base(self) -> Sequence[tuple[str, Any]]:
-        return self._target.start
 
 
 def _evidence(verdict: ServerVerdict) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from polyjax.gates.verdict import Verdict
 
 GATE = "kernel_file"
 DEFAULT_TIMEOUT_S = 300.0
+MEMORY_SHARE = 0.05  # of an accelerator, beside the server
 
 log = logging.getLogger("polyjax.gates")
 
@@ -92,6 +93,7 @@ class FileTrialProcess:
                 os.environ,
                 PYTHONPATH=os.pathsep.join(filter(None, paths)),
                 XLA_PYTHON_CLIENT_PREALLOCATE="false",
+                XLA_PYTHON_CLIENT_MEM_FRACTION=str(MEMORY_SHARE),
             ),
             start_new_session=True,  # so that what the file starts can be killed with it
         )

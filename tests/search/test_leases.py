@@ -136,6 +136,19 @@ def test_a_lease_is_asked_for_used_and_given_up_when_revoked(
     assert len(engine.calls) == asked  # nobody measures: no lease is wanted
 
 
+def test_a_small_budget_gets_small_leases(tmp_path: Path, sampler: Sampler) -> None:
+    asked_ms: list[float] = []
+
+    def call(command: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        asked_ms.append(payload["ms"])
+        return {"granted": False, "lease_id": None, "retry_after_s": 60.0, "reason": "too much"}
+
+    keeper = LeaseKeeper(call, Turns(tmp_path / "turns"), "test", lease_ms=16.0)
+    with keeper.measuring(lambda: None):
+        wait_for(lambda: len(asked_ms) >= 3, "leases to be asked for")
+    assert asked_ms[:3] == [16.0, 8.0, 5.0]
+
+
 def test_an_engine_that_refuses_the_command_ends_no_thread(
     tmp_path: Path, sampler: Sampler
 ) -> None:

@@ -241,6 +241,23 @@ def test_another_plan_in_force_ends_the_search(tmp_path: Path) -> None:
         made.run()
 
 
+def test_an_operators_change_while_measuring_is_not_undone(tmp_path: Path) -> None:
+    engine = ToyEngine(SURVIVED)
+    made = tuner(tmp_path, engine, ToyMeasurer())
+    measure = made._measure
+
+    def measured(at: Point) -> Measurement:
+        found = measure(at)
+        if at == point("fast"):
+            engine.plan = PLANS["slow"]
+        return found
+
+    made._measure = measured  # type: ignore[method-assign]
+    with pytest.raises(PlanChanged):
+        made.run()
+    assert not engine.proposed
+
+
 def test_a_full_queue_is_a_refusal() -> None:
     def full(command: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("16 proposals are waiting already", status=409)
