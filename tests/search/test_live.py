@@ -241,7 +241,9 @@ def test_another_plan_in_force_ends_the_search(tmp_path: Path) -> None:
         made.run()
 
 
-def test_an_operators_change_while_measuring_is_not_undone(tmp_path: Path) -> None:
+def test_an_operators_change_while_measuring_is_not_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = ToyEngine(SURVIVED)
     made = tuner(tmp_path, engine, ToyMeasurer())
     measure = made._measure
@@ -252,7 +254,7 @@ def test_an_operators_change_while_measuring_is_not_undone(tmp_path: Path) -> No
             engine.plan = PLANS["slow"]
         return found
 
-    made._measure = measured  # type: ignore[method-assign]
+    monkeypatch.setattr(made, "_measure", measured)
     with pytest.raises(PlanChanged):
         made.run()
     assert not engine.proposed
