@@ -142,7 +142,7 @@ def run_and_judge(name: str, index: int, schedule: Schedule, capfd: pytest.Captu
     case.judge(outputs)
 
 
-@pytest.mark.parametrize(("name", "index"), map(marked, PAIRS), ids=IDS)
+@pytest.mark.parametrize(("name", "index"), [marked(pair) for pair in PAIRS], ids=IDS)
 def test_kernel_matches_the_truth(name: str, index: int, capfd: pytest.CaptureFixture) -> None:
     kernel, case = kernel_of(name), CASES[index]
     (schedule,) = plain_schedules(kernel, case.workload, 1, seed=index)
