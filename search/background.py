@@ -35,7 +35,7 @@ from search.run import in_force, with_choice
 from search.space import Point
 from search.targets import OpTarget, PlanTarget, Target, tunable
 from search.traffic import TrafficSpec, padded_tokens
-from search.tuner import Budget
+from search.tuner import Budget, TuneError
 from search.turns import Turns
 
 AGENT_NAME = "background"
@@ -167,12 +167,16 @@ class BackgroundTuner:
             raise LedgerRefused(str(error)) from error
         pool = CompilePool(1, environment=self._environment)
         with contextlib.closing(ledger), pool:
-            tried = 1
-            while tried:
-                tried = self._tune_plan(begun, config, ledger, pool)
-                plan = self._server.plan()
-                for workload, kernel in self._pairs(described, plan):
+            tried, failure = 1, None
+            while tried and failure is None:
+                try:
+                    tried = self._tune_plan(begun, config, ledger, pool)
+                except TuneError as error:
+                    tried, failure = 0, error
+                for workload, kernel in self._pairs(described, self._server.plan()):
                     tried += self._tune_op(begun, workload, kernel, ledger, pool)
+        if failure is not None:  # a killed process, perhaps: worth another try
+            raise failure
 
     def _pairs(self, described: Any, plan: Plan) -> Iterator[tuple[Workload, str]]:
         """Workloads with a kernel whose schedules can be searched here, by the kernel's name."""
@@ -216,7 +220,7 @@ class BackgroundTuner:
     def _tune_op(
         self, begun: Round, workload: Workload, kernel: str, ledger: Ledger, pool: CompilePool
     ) -> int:
-        """One turn on the schedules of one kernel for one workload."""
+        """One turn on the schedules of one kernel for one workload; 0 if it cannot be searched."""
         plan = self._server.plan()
         opened = self._measurer.open(OpSetup(workload, begun.seed, EFFORT))
         folder = self._setting.folder / "chains"
@@ -227,7 +231,11 @@ class BackgroundTuner:
         def plan_of(point: Point) -> Plan:
             return with_choice(plan, workload, target.judged(point))
 
-        return self._turn(target, plan_of, None, begun.seed, ledger, pool)
+        try:
+            return self._turn(target, plan_of, None, begun.seed, ledger, pool)
+        except TuneError as error:
+            log.warning("%s is not tuned: %s", target.name, error)
+            return 0
 
     def _turn(
         self,
@@ -246,10 +254,5 @@ class BackgroundTuner:
             lambda progress: log.info("trial %d: %s", progress.last.id, progress.last.status),
             share_cores=self._platform == "cpu",
         )
-        try:
-            tuner.run()
-        except (PlanChanged, EngineDead):
-            raise
-        except PolyjaxError as error:
-            log.warning("%s is not tuned: %s", target.name, error)
+        tuner.run()
         return tuner.new_trials
