@@ -5,9 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from polyjax.core.errors import PolyjaxError, RequestError
@@ -56,18 +54,6 @@ class Endpoint:
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first value of a header; `name` in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
-
-
-async def read_json_object(scope: Scope, receive: Receive, max_bytes: int) -> dict[str, Any]:
-    """Returns the request's body, {} if it is empty. Raises RequestError for anything else."""
-    raw = await read_body(scope, receive, max_bytes)
-    try:
-        payload = msgspec.json.decode(raw or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(payload, dict):
-        raise RequestError("the body must be a JSON object")
-    return payload
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from polyjax.core.errors import RequestError
-from polyjax.server.endpoint import read_json_object
+from polyjax.server.admin import read_payload
 from polyjax.server.errors import send_json
 from polyjax.server.service import Service
 
@@ -35,7 +35,7 @@ async def weights(service: Service, scope: Scope, receive: Receive, send: Send) 
     if scope["method"] == "GET":
         await _send(send, await service.client.admin("weights", {}))
         return
-    payload = await read_json_object(scope, receive, service.config.max_body_bytes)
+    payload = await read_payload(service, scope, receive)
     wait = payload.pop("wait", False)
     if not isinstance(wait, bool):
         raise RequestError("wait must be true or false", "wait")
@@ -52,7 +52,7 @@ async def weights(service: Service, scope: Scope, receive: Receive, send: Send) 
 
 async def sleep(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers once the devices' memory is free."""
-    payload = await read_json_object(scope, receive, service.config.max_body_bytes)
+    payload = await read_payload(service, scope, receive)
     await _fall_asleep(service, send, payload)
 
 
@@ -64,7 +64,7 @@ async def vllm_sleep(service: Service, scope: Scope, receive: Receive, send: Sen
 
 async def wake(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers once requests are taken again; 503 with the reason where it could not be woken."""
-    await read_json_object(scope, receive, service.config.max_body_bytes)
+    await read_payload(service, scope, receive)
     await _wake_up(service, send)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from polyjax.engine.engine import Engine
+from polyjax.engine.sleep import SleepState
 from polyjax.engine.types import EngineConfig, Request
 from tests import tiny_llama
 from tests.engine.serving import Stream, greedy, step_without_compiling
@@ -66,3 +69,25 @@ class Traffic:
 
 def under_way(traffic: Traffic) -> bool:
     return all(len(stream.tokens) >= 4 for stream in traffic.streams)
+
+
+def sleep(engine: Engine, step: Callable[[], Any], **fields: Any) -> dict[str, Any]:
+    """Puts it to sleep, stepping it only when it asks for that; returns what it tells then."""
+    told: dict[str, Any] = engine.admin("sleep/begin", fields)
+    while told["state"] != SleepState.ASLEEP or engine.has_work:
+        if engine.has_work:
+            step()
+        time.sleep(0.002)
+        told = engine.admin("sleep", {})
+    return told
+
+
+def wake(engine: Engine, step: Callable[[], Any]) -> dict[str, Any]:
+    """Wakes it; returns what it tells when it is awake or has given up."""
+    told: dict[str, Any] = engine.admin("sleep/wake", {})
+    while told["state"] == SleepState.WAKING:
+        if engine.has_work:
+            step()
+        time.sleep(0.002)
+        told = engine.admin("sleep", {})
+    return told

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from polyjax.engine.types import Request
+from tests.engine.golden_engine import sleep, wake
 from tests.engine.serving import assert_greedy, greedy, make_engine, prompt, run
 
 
@@ -23,4 +24,9 @@ def test_eight_devices(tmp_path: Path) -> None:
     for request in requests:
         assert len(streams[request.id].tokens) == 12
         assert_greedy(engine, request, streams[request.id].tokens)
+    sleep(engine, engine.step)
+    assert not engine.state.params and not engine.state.kv
+    wake(engine, engine.step)
+    again = run(engine, requests)  # the same shards of the same weights
+    assert {i: s.tokens for i, s in again.items()} == {i: s.tokens for i, s in streams.items()}
     engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 
 from polyjax.core.errors import RequestError
 from polyjax.engine.engine import Engine
-from polyjax.engine.sleep import SleepState
 from polyjax.engine.types import FinishReason, Request
 from tests.checkpoint_variants import write_variant
 from tests.engine.golden_engine import (
@@ -23,7 +22,9 @@ from tests.engine.golden_engine import (
     Traffic,
     answer,
     golden_engine,
+    sleep,
     under_way,
+    wake,
 )
 from tests.engine.serving import Stream, greedy
 
@@ -40,28 +41,6 @@ def awake_again(engine: Engine) -> Iterator[None]:
     yield
     if not engine.sleeper.is_awake:
         wake(engine, lambda: engine.step())
-
-
-def sleep(engine: Engine, step: Callable[[], Any], **fields: Any) -> dict[str, Any]:
-    """Puts it to sleep, stepping it only when it asks for that; returns what it tells then."""
-    told: dict[str, Any] = engine.admin("sleep/begin", fields)
-    while told["state"] != SleepState.ASLEEP or engine.has_work:
-        if engine.has_work:
-            step()
-        time.sleep(0.002)
-        told = engine.admin("sleep", {})
-    return told
-
-
-def wake(engine: Engine, step: Callable[[], Any]) -> dict[str, Any]:
-    """Wakes it; returns what it tells when it is awake or has given up."""
-    told: dict[str, Any] = engine.admin("sleep/wake", {})
-    while told["state"] == SleepState.WAKING:
-        if engine.has_work:
-            step()
-        time.sleep(0.002)
-        told = engine.admin("sleep", {})
-    return told
 
 
 def live_bytes() -> int:
