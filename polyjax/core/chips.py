@@ -15,9 +15,10 @@ class ChipSpec:
     `kind` is the beginning of `jax.Device.device_kind`. Bandwidths are bytes/s, rates dense flop/s.
     `measured` constants replace vendor numbers where polyjax measured them.
 
-    `memory_latency_us` is what a load takes under traffic. The limits of one multiprocessor bound
-    how many blocks it runs at once; 0 where blocks do not share one. A collective takes
-    `collective_base_us` and `collective_hop_us` for every hop besides its bytes.
+    `memory_latency_us` is what a load takes under traffic (a GPU's where nothing was measured). The
+    limits of one multiprocessor bound how many blocks it runs at once; 0 where blocks do not share
+    one. A collective takes `collective_base_us` and `collective_hop_us` for every hop besides its
+    bytes.
     """
 
     name: str

@@ -7,7 +7,8 @@ chip can do from its `ChipSpec`.
 
 The constants below are times of this repository's kernels on an NVIDIA H200, fitted at once to the
 28 schedules in docs/results/kernels and the 22 in docs/bitter_lessons.md (median error 6 %, worst
-67 %); other GPUs are taken to have the same ones.
+67 %); other GPUs are taken to have the same ones. On a TPU only the pipeline steps have a cost of
+their own: nothing was measured there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from polyjax.core.ops import OPS
 STAGED_START_US = 2.2  # a block that streams through shared memory: barriers, descriptors, filling
 DIRECT_START_US = 0.9  # a block that loads straight into registers
 STEP_US = 0.05  # waiting, multiplying and asking for more, in one pipeline step
+TPU_STEP_US = 0.35  # one step of a Pallas grid on a TPU (JAX documentation, Pallas TPU pipelining)
 VECTOR_OP_US = 0.0019  # one operation of every thread of a lone warpgroup: dependent, 3 cycles
 SYNC_US = 2.9  # a reduction over a cluster, its blocks' loads standing still
 REDUCTION_US = 0.2  # adding one more value with nothing to overlap
@@ -110,7 +112,7 @@ def bandwidth(in_flight_bytes: float, chip: ChipSpec) -> float:
 
 def terms(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec) -> Terms:
     """Returns the cost of one call of a legal schedule, term by term."""
-    shape = kernel.launch_shape(workload, schedule)
+    shape = _launch_shape(kernel, workload, schedule, chip)
     shared_bytes = kernel.shared_memory_bytes(workload, schedule)
     resident = resident_blocks(shape, shared_bytes, chip)
     sms = max(1, chip.num_sms // shape.cluster) * shape.cluster
@@ -120,26 +122,48 @@ def terms(kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec
     per_sm = max(1.0, min(float(resident), shape.blocks / sms))
     in_flight_bytes = running * shape.in_flight_bytes
     moved = least_bytes(kernel.op, workload)
-    start = STAGED_START_US if shared_bytes > shape.in_flight_bytes else DIRECT_START_US
+    start_us, step_us, tile_us = _block_costs(shape, shared_bytes, chip)
     working = min(shape.blocks, sms) / sms
-    block_us = shape.steps * STEP_US + shape.vector_ops / shape.threads * VECTOR_OP_US
+    block_us = shape.steps * step_us + shape.vector_ops / shape.threads * VECTOR_OP_US
     reductions_us = rounds * shape.reductions * REDUCTION_US / per_sm
     return Terms(
         gap_us=shape.kernels * chip.launch_gap_us,
-        start_us=rounds * start / per_sm,
+        start_us=rounds * start_us / per_sm,
         memory_us=moved / bandwidth(in_flight_bytes, chip) * 1e6,
         l2_us=shape.read_bytes / chip.l2_bytes_per_s * 1e6 if chip.l2_bytes_per_s else 0.0,
         compute_us=max(shape.flops, least_flops(kernel.op, workload))
         / (chip.bf16_flops_per_s * working)
         * 1e6,
         busy_us=rounds * block_us,
-        exposed_us=shape.syncs * SYNC_US + reductions_us + shape.tiles * TILE_US,
+        exposed_us=shape.syncs * SYNC_US + reductions_us + shape.tiles * tile_us,
         floor_us=floor_us(kernel.op, workload, chip),
         rounds=rounds,
         tail=shape.blocks / slots - (rounds - 1),
         in_flight=in_flight_bytes / (chip.hbm_bytes_per_s * chip.memory_latency_us * 1e-6),
         blocks_per_sm=per_sm,
     )
+
+
+def _block_costs(
+    shape: LaunchShape, shared_bytes: int, chip: ChipSpec
+) -> tuple[float, float, float]:
+    """Returns microseconds of a block's start, of a pipeline step and of a tile's epilogue."""
+    if chip.platform != "gpu":
+        return 0.0, TPU_STEP_US, 0.0
+    staged = shared_bytes > shape.in_flight_bytes  # what is in flight lies in shared memory
+    return STAGED_START_US if staged else DIRECT_START_US, STEP_US, TILE_US
+
+
+def _launch_shape(
+    kernel: Kernel, workload: Workload, schedule: Schedule, chip: ChipSpec
+) -> LaunchShape:
+    """What the kernel says; of one that does not say, a block a multiprocessor, all in flight."""
+    declared = getattr(kernel, "launch_shape", None)
+    if declared is not None:
+        shape: LaunchShape = declared(workload, schedule)
+        return shape
+    moved = least_bytes(kernel.op, workload)
+    return LaunchShape(chip.num_sms, 128, 64, moved, moved / chip.num_sms)
 
 
 def reference_us(workload: Workload, chip: ChipSpec) -> float:

@@ -59,7 +59,7 @@ class Rows:
 
 def rows(kernel: Kernel, workload: Workload, points: Sequence[Point], chip: ChipSpec) -> Rows:
     """Returns the features of legal points. Raises ScheduleError for fields the kernel lacks."""
-    defaults = kernel.schedule_type().to_json()
+    defaults = {f.name: f.default for f in dataclasses.fields(kernel.schedule_type)}
     sizes = [math.log2(1 + size) for _, size in sorted(workload.dims)]
     x, analytical_us, floor_us = [], [], []
     for point in points:

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import CATALOGUE
 from polyjax.core.chips import CHIPS, chip
+from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Choice
 from search.cost.analytical import (
     all_reduce_us,
@@ -144,17 +145,36 @@ def test_a_composite_by_its_reference_counts_as_its_pieces():
     assert step_us([(lone, None), (piece, None)], CATALOGUE, H200) == reference_us(piece, H200)
 
 
+def test_a_kernel_that_does_not_say_how_it_divides_its_work_has_a_cost():
+    class Silent:
+        op, shared_memory_bytes = STREAM.op, staticmethod(lambda *_: 0)
+
+    workload = matmul(8, 2048, 2048)
+    cost = terms(Silent(), workload, STREAM.schedule_type(), H200)
+    assert cost.us > cost.floor_us
+
+
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
 def test_every_kernel_says_how_it_divides_its_work(name):
     from pallas_kernels.verdict import workloads
 
     kernel = CATALOGUE[name]
+    target = H200 if kernel.platform == "gpu" else chip("TPU v5e")
     supported = [w for w in workloads(kernel.op) if kernel.supports(w) is None]
-    for workload in (supported[0], supported[-1]):
-        schedule = kernel.default(workload, H200)
+    legal = [w for w in supported if is_legal(kernel, w, target)]
+    for workload in (legal[0], legal[-1]):
+        schedule = kernel.default(workload, target)
         shape = kernel.launch_shape(workload, schedule)
         assert shape.blocks >= 1 and shape.steps >= 1 and shape.in_flight_bytes > 0
         moved = kernel.op.bytes_moved(workload)
         # Blocks read at least the inputs; outputs and what is written in place come on top.
         assert shape.read_bytes > 0.45 * moved
-        assert terms(kernel, workload, schedule, H200).us > 0
+        assert terms(kernel, workload, schedule, target).us > 0
+
+
+def is_legal(kernel, workload, target):
+    try:
+        kernel.check(workload, kernel.default(workload, target), target)
+    except ScheduleError:
+        return False
+    return True

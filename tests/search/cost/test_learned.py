@@ -13,6 +13,7 @@ from search.cost import COVERAGE, features
 from search.cost.learned import MIN_TRIALS, WIDE, CostModel
 from search.ledger import Trial
 from tests.search.cost.synthetic import H200, STREAM, matmul, microseconds, points_of, workloads
+from tests.search.cost.test_analytical import is_legal
 
 POINTS = 64
 HELD_OUT = (2, 7)  # of workloads()
@@ -44,14 +45,16 @@ def model(tables):
 
 @pytest.mark.smoke
 def test_it_ranks_workloads_it_has_not_seen_better_than_the_analytical_model(model, tables):
+    regrets = []
     for number in HELD_OUT:
         workload, points, us = tables[number]
         guess, plain = (m.predict(STREAM, workload, points) for m in (model, CostModel(H200)))
         assert guess.learned.mean() > 0.9 and not plain.learned.any()
         learned, analytical = (spearmanr(p.us, us).statistic for p in (guess, plain))
         assert learned > 0.9 > analytical
-        regret, plain_regret = (us[np.argmin(p.us)] / us.min() - 1 for p in (guess, plain))
-        assert regret < 0.1 < plain_regret
+        regrets.append([us[np.argmin(p.us)] / us.min() - 1 for p in (guess, plain)])
+    learned, analytical = np.mean(regrets, axis=0)
+    assert learned < 0.05 and learned < analytical, (learned, analytical)
 
 
 def test_its_intervals_hold_on_points_and_workloads_it_has_not_seen(model, tables):
@@ -182,8 +185,10 @@ def test_every_kernel_has_features_without_holes():
     from pallas_kernels.verdict import workloads as declared
 
     for name, kernel in CATALOGUE.items():
-        workload = next(w for w in declared(kernel.op) if kernel.supports(w) is None)
-        point = tuple(sorted(kernel.default(workload, H200).to_json().items()))
-        rows = features.rows(kernel, workload, [point], H200)
+        target = H200 if kernel.platform == "gpu" else chip("TPU v5e")
+        supported = [w for w in declared(kernel.op) if kernel.supports(w) is None]
+        workload = next(w for w in supported if is_legal(kernel, w, target))
+        point = tuple(sorted(kernel.default(workload, target).to_json().items()))
+        rows = features.rows(kernel, workload, [point], target)
         assert np.isfinite(rows.x).all(), name
         assert json.dumps(features.Schema.of(kernel, workload).names)
