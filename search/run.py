@@ -29,7 +29,7 @@ from search.compile_pool import CompilePool
 from search.cost.learned import CostModel
 from search.cost.mesh import MeshCost
 from search.edits import Edit
-from search.kernels import kernel_named
+from search.kernels import kernel_named, kernels_for
 from search.ledger import Ledger, Trial, digest
 from search.measure import TRIAL_TIMEOUT_S, MeasuringProcess
 from search.measure_jobs import describe_model, measure_mesh, rank_meshes
@@ -232,9 +232,16 @@ def tune_kernels(
 
 
 def tune_op(
-    workload: Workload, run: RunConfig, kernel_name: str = "", on_trial: OnTrial = no_progress
+    workload: Workload,
+    run: RunConfig,
+    kernel_name: str | None = None,
+    on_trial: OnTrial = no_progress,
 ) -> tuple[OpCandidate, float]:
-    """Searches one workload; returns what is in force in the end and its gain over the start."""
+    """Searches one workload; returns what is in force in the end and its gain over the start.
+
+    `kernel_name` None takes the first kernel of the device's platform that supports the workload;
+    "", or None where there is none, searches forms that XLA compiles.
+    """
     with session(run, on_trial) as opened:
         tuner, winner = _tune_op(opened, workload, kernel_name, None, 1.0)
         return winner, tuner.gain
@@ -243,7 +250,7 @@ def tune_op(
 def _tune_op(
     opened: Session,
     workload: Workload,
-    kernel_name: str,
+    kernel_name: str | None,
     start: OpCandidate | None,
     share: float,
     kept: Callable[[OpCandidate], Mapping[str, Any]] = lambda winner: {},
@@ -251,6 +258,9 @@ def _tune_op(
     seed = int.from_bytes(os.urandom(4))  # inputs that no candidate can have been made for
     found = opened.measurer.open(OpSetup(workload, seed, opened.run.effort))
     ledger = opened.open_ledger(found.environment)
+    if kernel_name is None:
+        able = kernels_for(workload, found.platform)
+        kernel_name = able[0].name if able else ""
     predict = None
     if kernel_name:
         model = CostModel(chip(found.device_kind), opened.run.seed)

@@ -17,7 +17,8 @@ from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.errors import ConfigError
 from polyjax.core.plan import Plan
 from polyjax.engine.types import EngineConfig
-from polyjax.tune import TuneConfig, describe, read_edits, read_traffic, run_config, seconds
+from polyjax.tune import TuneConfig, read_edits, read_traffic, run_config
+from polyjax.tune_progress import describe, seconds
 from search.best import best_plan
 from search.ledger import Ledger, Trial
 from search.tuner import Best, Progress
