@@ -60,9 +60,9 @@ def describe(
     left_s = max(0.0, budget_s - elapsed_s)
     if max_trials:
         left_s = min(left_s, elapsed_s / trials * max(0, max_trials - trials))
-    best_us = progress.best.cost_us
+    best_us, name = progress.best.cost_us, target.partition("|")[0]
     return (
-        f"{target.partition('|')[0]}: {trials} trials, {trials / max(elapsed_s, 1e-9) * 60:.1f}/min, "
+        f"{name}: {trials} trials, {trials / max(elapsed_s, 1e-9) * 60:.1f}/min, "
         f"best {best_us:.4g} us ({progress.start_us / best_us:.2f}x), "
         f"last {progress.last.status}, {left_s:.0f} s left"
     )
