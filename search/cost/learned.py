@@ -37,6 +37,7 @@ KNOWN_ROWS = 16  # of a workload, for the interval of known workloads
 GROWTH = 1.1  # rows over those of the last training at which it is trained again
 FOLDS = 4
 WIDE = 2.0  # the analytical model's factor: all 50 measured schedules lie within 1.7
+WIDEST = math.log(2 * WIDE)  # half width of a log interval where too few workloads were seen
 LEAST_DEVIATION = 0.02  # of a log ratio: members that agree are not certain
 FLOOR_SLACK = 0.9  # reads were measured 6 % above the bandwidth that the roofline takes
 REACH, LEAST_REACH = 0.25, 1.0  # see Scaling.within
@@ -90,7 +91,7 @@ class CostModel:
         observed = self._observed[Schema.of(kernel, workload).digest]
         known = observed.workloads.count(workload.key) >= KNOWN_ROWS
         quantile = fitted.row_quantile if known else fitted.workload_quantile
-        half = np.minimum(quantile * _scale(deviation), math.log(4 * WIDE))
+        half = np.minimum(quantile * _scale(deviation), WIDEST)
         return ratio, half
 
     def prior(
