@@ -36,7 +36,9 @@ def profile(given: Arguments, endpoint: str) -> tuple[dict[str, Any], dict[str, 
 
 def check(figures: dict[str, Any], scraped: dict[str, Any]) -> None:
     assert figures["request_count"]["avg"] == REQUESTS and not figures["error_summary"], figures
-    lengths = figures["output_sequence_length"]
+    # As the server reports them. The tool's own count is of the text tokenized again, which may
+    # give fewer: special tokens are not in it, and others join.
+    lengths = figures["usage_completion_tokens"]
     assert lengths["min"] == lengths["max"] == OUTPUT_TOKENS, lengths
     for latency in ("time_to_first_token", "inter_token_latency"):
         assert figures[latency]["min"] > 0, figures[latency]
