@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.goldens import Golden, golden
+from tests.server.golden_streams import ADMIN, LIMIT_S, Streams, child, plan
 from tests.server.serving import Server, running, wait_for
-from tests.server.test_kernel_files import ADMIN, LIMIT_S, Streams, child, plan
 
 PAGES, PAGE_TOKENS = 28, 4
 FITTING = 4

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.engine import kernel_texts as texts
 from tests.goldens import Golden, golden
+from tests.server.golden_streams import ADMIN, LIMIT_S, Streams, child, plan
 from tests.server.serving import Server, running, wait_for
 from tests.server.test_families import FLAGS, MAX_MODEL_LEN, PAGE_TOKENS, body
 
@@ -25,9 +24,6 @@ LADDER = {
     "prefill": [{"tokens": 32, "sequences": 1, "pages": PAGES}],
     "sampler_sequences": [1, 3],
 }
-PAUSE_S = 0.2  # between two streams: compiling is niced, and would wait for ever otherwise
-ADMIN = {"Authorization": "Bearer admin-secret"}
-LIMIT_S = 300.0  # for processes that start and compile on a machine busy with other tests
 TRIAL, COMPILER = "polyjax.gates.file_trial", "polyjax.compiler.worker"
 
 
@@ -48,43 +44,6 @@ def server(truth: Golden, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield ready
 
 
-class Streams:
-    """Streams golden prompts over and over in threads; every token must be the golden one."""
-
-    def __init__(self, server: Server, truth: Golden):
-        self.finished = 0
-        self.fingerprints: set[str] = set()
-        self._server, self._truth = server, truth
-        self._stopping = threading.Event()
-        self._failures: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(row,)) for row in range(2)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, row: int) -> None:
-        try:
-            while not self._stopping.is_set():
-                tokens = []
-                for event in self._server.stream("/v1/completions", body(self._truth, [row])):
-                    tokens += event["choices"][0]["token_ids"]
-                    self.fingerprints.add(event["system_fingerprint"])
-                assert tokens == self._truth.continuation(row)
-                self.finished += 1
-                self._stopping.wait(PAUSE_S)
-        except BaseException as error:
-            self._failures.append(error)
-
-    def __enter__(self) -> Streams:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-        assert not self._failures, self._failures
-        assert self.finished
-
-
 def post(server: Server, path: Path | str, **fields: Any) -> httpx.Response:
     return server.post("/admin/kernels", {"path": str(path), **fields}, headers=ADMIN)
 
@@ -98,15 +57,6 @@ def last(server: Server) -> dict[str, Any]:
 def settled(server: Server) -> dict[str, Any]:
     wait_for(lambda: last(server)["state"] in ("current", "refused"), "the kernel file", LIMIT_S)
     return last(server)
-
-
-def plan(server: Server) -> dict[str, Any]:
-    described: dict[str, Any] = server.http.get("/admin/plan", headers=ADMIN).json()
-    return described
-
-
-def child(server: Server, module: str) -> psutil.Process | None:
-    return next((c for c in server.children() if module in c.cmdline()), None)
 
 
 def test_a_kernel_file_is_installed_under_running_streams(
