@@ -65,11 +65,6 @@ class TuneConfig:
     sample_ms: float = _flag(4.0, "Work in one sample.")
 
 
-flags.define(EngineConfig, flags.ENGINE_HELP)
-flags.define(TuneConfig)
-absl_flags.adopt_module_key_flags(flags)  # so that --help lists them
-
-
 def main(argv: Sequence[str]) -> int:
     try:
         refuse_foreign_packages()
@@ -243,4 +238,7 @@ def report(tune: TuneConfig) -> int:
 COMMANDS: Mapping[str, Any] = {"replay": replay, "export": export, "report": report}
 
 if __name__ == "__main__":
+    flags.define(EngineConfig, flags.ENGINE_HELP)
+    flags.define(TuneConfig)
+    absl_flags.adopt_module_key_flags(flags)  # so that --help lists them
     app.run(main, flags_parser=flags.parse)
