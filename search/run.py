@@ -29,7 +29,7 @@ from search.compile_pool import CompilePool
 from search.cost.learned import CostModel
 from search.cost.mesh import MeshCost
 from search.edits import Edit
-from search.kernels import kernel_named, kernels_for
+from search.kernels import kernels_for
 from search.ledger import Ledger, Trial, digest
 from search.measure import TRIAL_TIMEOUT_S, MeasuringProcess
 from search.measure_jobs import describe_model, measure_mesh, rank_meshes
@@ -92,6 +92,7 @@ class Session:
         self.measurer = MeasuringProcess(run.environment, run.trial_timeout_s)
         self.pool = CompilePool(run.workers, environment=run.environment)
         self.ledger: Ledger | None = None
+        self._known_before: set[int | None] = set()
 
     @property
     def is_over(self) -> bool:
@@ -100,6 +101,7 @@ class Session:
     def open_ledger(self, environment: Mapping[str, str]) -> Ledger:
         if self.ledger is None:
             self.ledger = Ledger(self.run.ledger, environment)
+            self._known_before = {trial.id for trial in self.ledger.trials()}
         return self.ledger
 
     def tuner(
@@ -108,7 +110,7 @@ class Session:
         """Returns the tuner of a target, which gets a share of the time that is left."""
         assert self.ledger is not None
         if not self.run.resume:
-            refuse_known(self.ledger, target)
+            self._refuse_known(self.ledger, target)
         now = time.monotonic()
         return Tuner(
             self.ledger,
@@ -131,6 +133,16 @@ class Session:
         if self.ledger is not None:
             self.ledger.close()
 
+    def _refuse_known(self, ledger: Ledger, target: Target) -> None:
+        """Raises ConfigError if an earlier run searched this: going on has to be asked for."""
+        earlier = [t for t in ledger.trials(target.name) if t.id in self._known_before]
+        known = sum(target.point(trial.candidate) is not None for trial in earlier)
+        if known:
+            raise ConfigError(
+                f"{ledger.path} has {known} trials of {target.name} already: pass --resume to go "
+                "on from them, or another --ledger"
+            )
+
     def _heard(self, name: str, progress: Progress) -> None:
         self.count_trial()
         self._on_trial(name, progress)
@@ -144,16 +156,6 @@ def session(run: RunConfig, on_trial: OnTrial = no_progress) -> Iterator[Session
         yield opened
     finally:
         opened.close()
-
-
-def refuse_known(ledger: Ledger, target: Target) -> None:
-    """Raises ConfigError if the ledger has trials of this search: going on has to be asked for."""
-    known = sum(target.point(t.candidate) is not None for t in ledger.trials(target.name))
-    if known:
-        raise ConfigError(
-            f"{ledger.path} has {known} trials of {target.name} already: pass --resume to go on "
-            "from them, or another --ledger"
-        )
 
 
 def cache_directory(config: EngineConfig) -> str:
@@ -223,11 +225,14 @@ def tune_kernels(
                 whole = with_choice(plan, workload, winner).to_json()
                 return {"plan": whole, "model": config.model or ""}
 
-            tuner, winner = _tune_op(opened, workload, kernel.name, start, share, kept)
+            with _op_tuner(opened, workload, kernel.name, start, share, kept) as (tuner, target):
+                try:
+                    tuner.run()
+                finally:  # also when it is interrupted: what is in force so far
+                    plan = with_choice(plan, workload, target.judged(tuner.best.point))
+                    on_best(plan)
             trials += tuner.new_trials
             gains.append(tuner.gain)
-            plan = with_choice(plan, workload, winner)
-            on_best(plan)
         return Found(plan, max(gains), trials)
 
 
@@ -242,35 +247,35 @@ def tune_op(
     `kernel_name` None takes the first kernel of the device's platform that supports the workload;
     "", or None where there is none, searches forms that XLA compiles.
     """
-    with session(run, on_trial) as opened:
-        tuner, winner = _tune_op(opened, workload, kernel_name, None, 1.0)
-        return winner, tuner.gain
+    with (
+        session(run, on_trial) as opened,
+        _op_tuner(opened, workload, kernel_name, None, 1.0) as (tuner, target),
+    ):
+        tuner.run()
+        return target.judged(tuner.best.point), tuner.gain
 
 
-def _tune_op(
+@contextlib.contextmanager
+def _op_tuner(
     opened: Session,
     workload: Workload,
     kernel_name: str | None,
     start: OpCandidate | None,
     share: float,
     kept: Callable[[OpCandidate], Mapping[str, Any]] = lambda winner: {},
-) -> tuple[Tuner, OpCandidate]:
+) -> Iterator[tuple[Tuner, OpTarget]]:
+    """The tuner of one workload, not run yet, and its target; compiled chains end with it."""
     seed = int.from_bytes(os.urandom(4))  # inputs that no candidate can have been made for
     found = opened.measurer.open(OpSetup(workload, seed, opened.run.effort))
     ledger = opened.open_ledger(found.environment)
     if kernel_name is None:
         able = kernels_for(workload, found.platform)
         kernel_name = able[0].name if able else ""
-    predict = None
-    if kernel_name:
-        model = CostModel(chip(found.device_kind), opened.run.seed)
-        model.update(list(ledger.trials(workload.key, "passed")), {workload.key: workload})
-        predict = model.prior(kernel_named(kernel_name), workload)
+    model = CostModel(chip(found.device_kind), opened.run.seed)
+    model.update(list(ledger.trials(workload.key, "passed")), {workload.key: workload})
     with tempfile.TemporaryDirectory(prefix="polyjax-chains-") as folder:
-        target = OpTarget(workload, found, Path(folder), kernel_name, start, predict, kept)
-        tuner = opened.tuner(target, found.platform, predict, share)
-        tuner.run()
-        return tuner, target.judged(tuner.best.point)
+        target = OpTarget(workload, found, Path(folder), kernel_name, start, model, kept)
+        yield opened.tuner(target, found.platform, target.prior, share), target
 
 
 def in_force(plan: Plan, workload: Workload) -> OpCandidate:

@@ -20,6 +20,7 @@ from polyjax.core.errors import ConfigError
 from polyjax.core.op import Kernel, Workload
 from polyjax.core.plan import Plan
 from search.compile_jobs import OpCandidate, compile_op, compile_step
+from search.cost.learned import CostModel
 from search.digests import joint_digest
 from search.edits import Edit, Surroundings, apply
 from search.kernels import kernel_named, kernels_for
@@ -202,22 +203,25 @@ class OpTarget:
         folder: Path,
         kernel_name: str = "",
         start: OpCandidate | None = None,
-        predict: Callable[[Point], float] | None = None,
+        cost_model: CostModel | None = None,
         kept: Callable[[OpCandidate], Mapping[str, Any]] = lambda winner: {},
     ):
         """`kernel_name` as `search.kernels` reads it; "" searches forms.
 
-        `kept` gives what a promotion keeps besides the choice itself.
+        `cost_model` predicts schedules. `kept` gives what a promotion keeps besides the choice.
         """
         self.name = workload.key
         self.workload, self.opened, self.folder = workload, opened, folder
         self.kernel_name = kernel_name
-        self._predict, self._kept = predict, kept
+        self._kept = kept
+        self.prior: Callable[[Point], float] | None = None
         self.refused: Mapping[str, int] = {}
         if kernel_name:
-            self.space, self.refused = legal_schedules(
-                kernel_named(kernel_name), workload, chip(opened.device_kind)
-            )
+            kernel = kernel_named(kernel_name)
+            target = chip(opened.device_kind)
+            self.space, self.refused = legal_schedules(kernel, workload, target)
+            if cost_model is not None:
+                self.prior = cost_model.prior(kernel, workload, self.space.points)
         else:
             self.space = form_space(opened.platform)
         self._start = start or OpCandidate(workload, form="platform")
@@ -263,7 +267,8 @@ class OpTarget:
         return [float(us) for us in arms["op"][arm]]
 
     def predicted_us(self, point: Point) -> float | None:
-        return None if self._predict is None else self._predict(point)
+        """What the cost model says of a schedule; nothing of a form or another kernel."""
+        return None if self.prior is None or point not in self.space else self.prior(point)
 
     def winner(self, point: Point) -> dict[str, Any]:
         winner = self._op(point)

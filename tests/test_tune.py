@@ -49,7 +49,7 @@ def command(folder, ledger, *more):
         f"--plan={folder / 'plan.json'}",
         f"--compile_cache_dir={folder / 'programs'}",
         f"--ledger={ledger}",
-        *("--isl=12", "--osl=4", "--concurrency=1", "--budget=10m"),
+        *("--isl=12", "--osl=4", "--concurrency=1", "--budget=30m"),
         *("--sample_ms=1", "--noise_pairs=10", "--max_pairs=20", "--agent=random"),
         *more,
     ]
@@ -61,7 +61,7 @@ def start(*arguments):
 
 
 def finish(child):
-    _, said = child.communicate(timeout=300)
+    _, said = child.communicate(timeout=900)
     return child.returncode, said
 
 
@@ -70,7 +70,7 @@ def trials_of(ledger):
 
 
 def wait_for_trials(ledger, count, child):
-    deadline_s = time.monotonic() + 240
+    deadline_s = time.monotonic() + 900
     while len(trials_of(ledger)) < count:
         assert child.poll() is None, child.stderr.read()
         assert time.monotonic() < deadline_s
@@ -82,9 +82,11 @@ def resumed(folder):
     """A run killed halfway and a second one that goes on; the trials of each."""
     ledger = folder / "ledger.sqlite"
     first = start(folder, ledger, "--resume")
-    wait_for_trials(ledger, 2, first)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    try:
+        wait_for_trials(ledger, 2, first)
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
     before = trials_of(ledger)
     code, said = finish(start(folder, ledger, "--resume", "--max_trials=3"))
     assert code == 0, said
