@@ -1,4 +1,4 @@
-"""A run on one op: it needs leave to go on from an earlier one, and ends by its number of trials."""
+"""A run on one op: going on has to be asked for, and it ends by its number of trials."""
 
 from __future__ import annotations
 
