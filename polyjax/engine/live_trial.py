@@ -25,7 +25,7 @@ _PATIENCE = 5  # times the usual number of shadow steps, for traffic that has on
 class LiveTrial:
     """The stages of one candidate that need live batches. The scratch pages are theirs meanwhile.
 
-    `shadowing` until enough shadow steps agreed; then `advance` runs the canary.
+    `shadowing` until enough shadow steps agreed; then `advance_canary` goes on.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LiveTrial:
         self._timer = timed(state)
         self._runner = ShadowRunner(state, incumbent, candidate, gate, one_at_a_time)
         self._steps_until_shadow = 0
-        self._last_shadow_s = time.monotonic()
+        self._steps_without = 0  # since one was shadowed
         self._worst: dict[str, float] = {}
         self._cost_s = 0.0
         self.shadowing = True
@@ -52,6 +52,7 @@ class LiveTrial:
     def before_launch(self, step: ScheduledStep) -> None:
         """Chooses what to shadow of a step about to be launched, if it is time for that again."""
         self._steps_until_shadow -= 1
+        self._steps_without += 1
         if self.shadowing and self._steps_until_shadow <= 0 and not self._runner.is_busy:
             self._runner.before_launch(step)
 
@@ -59,22 +60,21 @@ class LiveTrial:
         """Runs the candidate on a copy of what was launched. Raises what it raises."""
         if running is None:
             self._runner.forget_launch()
-        elif self._runner.is_busy:
-            self._runner.after_launch(running)
+        elif self._runner.after_launch(running):
             self._steps_until_shadow = self._policy.shadow_every
+            self._steps_without = 0
 
     def collect(self) -> Verdict | None:
         """A failed shadow step, or the verdict on all of them once there were enough.
 
-        Refuses a candidate that finds no traffic to shadow for too long.
+        Refuses a candidate where too many steps were nothing that can be shadowed.
         """
         verdict = self._runner.collect()
         if verdict is None:
-            waited_s = time.monotonic() - self._last_shadow_s
-            if waited_s > self._policy.traffic_wait_s:
-                return Verdict(SHADOW_GATE, False, f"no traffic to shadow for {waited_s:.0f} s")
-            return None
-        self._last_shadow_s = time.monotonic()
+            if self._steps_without <= self._policy.most_steps_without:
+                return None
+            reason = f"none of {self._steps_without} steps could be shadowed"
+            return Verdict(SHADOW_GATE, False, reason)
         self._cost_s += verdict.cost_s
         for name in ("hidden_error", "kv_error", "differing_tokens"):
             if name in verdict.evidence:

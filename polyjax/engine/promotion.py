@@ -51,13 +51,14 @@ class Policy:
 
     Under traffic, at most one piece of work is done between two steps, and pieces take at most the
     share `work_share` of the time. At most every `shadow_every`-th step is shadowed. A candidate
-    that sees no traffic to shadow within `traffic_wait_s` is refused.
+    is refused once `most_steps_without` steps in a row could not be shadowed; without traffic it
+    waits.
     """
 
     work_share: float = 0.2
     shadow_every: int = 4
     shadow_steps: int = 12
-    traffic_wait_s: float = 600.0
+    most_steps_without: int = 5000
     watch_steps: int = 200
 
 

@@ -75,10 +75,11 @@ def page_copies(launch: Launch, spec: StateSpec, max_rows: int) -> PageCopies | 
 
 def shadow_batch(
     running: RunningLaunch, copies: PageCopies, bucket: Bucket, spec: StateSpec
-) -> tuple[Int32Array, list[int]]:
-    """The flat array of a launch's rows in `bucket`, on scratch pages; and the rows that are in it.
+) -> Int32Array:
+    """The flat array of a launch's rows in `bucket`, on scratch pages.
 
-    A row whose first token never became known, because its request was aborted, is left out.
+    Tokens that the device took from its slots are known: the step before is committed, and whoever
+    was aborted before that was not launched.
     """
     launch, groups = running.launch, len(spec.num_pages)
     layout = BatchLayout(bucket, groups)
@@ -101,16 +102,10 @@ def shadow_batch(
     for group, row, column, page in copies.moves:
         ours.page_tables[group, row, column] = page
     ours.flags[:n] &= ~FROM_SLOT
-    rows = []
     for row in range(n):
         if launch.from_slot[row]:
-            known, start = launch.sequences[row].token_ids, launch.starts[row]
-            if start >= len(known):
-                ours.query_lens[row] = ours.context_lens[row] = ours.flags[row] = 0
-                continue
-            ours.tokens[row, 0] = known[start]
-        rows.append(row)
-    return flat, rows
+            ours.tokens[row, 0] = launch.sequences[row].token_ids[launch.starts[row]]
+    return flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +124,7 @@ class _Pending:
     the candidate's greedy tokens if any, what was compared of the pages."""
 
     key: ProgramKey
-    rows: list[int]
+    rows: int
     hidden: jax.Array
     live_hidden: jax.Array
     tokens: jax.Array | None
@@ -190,19 +185,18 @@ class ShadowRunner:
         """The step was not launched, or its pages are gone."""
         self._chosen = None
 
-    def after_launch(self, step: RunningStep) -> None:
+    def after_launch(self, step: RunningStep) -> bool:
         """Dispatches the candidate on what `before_launch` chose; its tokens are known by now.
 
-        Raises what the candidate raises; the state it was given may be lost then.
+        Returns whether there was something to run. Raises what the candidate raises; the state it
+        was given may be lost then.
         """
         if self._chosen is None:
-            return
+            return False
         (launch, key, copies), self._chosen = self._chosen, None
         running = next(r for r in step.launches if r.launch is launch)
         spec, state = self._state.spec, self._state
-        flat, rows = shadow_batch(running, copies, key.bucket, spec)
-        if not rows:
-            return
+        flat = shadow_batch(running, copies, key.bucket, spec)
         started_s = time.perf_counter()
         hidden, tokens = run_on_scratch(self._candidate, key, flat, state)
         if key.kind is Kind.PREFILL and launch.sampler is SamplerKind.GREEDY:
@@ -211,7 +205,7 @@ class ShadowRunner:
         pages = compare(state.kv, copies.scratch, copies.live)
         greedy = launch.sampler is SamplerKind.GREEDY
         pending = _Pending(
-            *(key, rows, hidden, running.hidden),
+            *(key, copies.rows, hidden, running.hidden),
             *((tokens, running.tokens) if greedy else (None, None)),
             *(pages, started_s),
         )
@@ -220,9 +214,10 @@ class ShadowRunner:
         if self._one_at_a_time:
             jax.block_until_ready((state.kv, hidden, pages))
         self._pending = pending
-        live_flat, _ = shadow_batch(running, copies, launch.bucket, spec)
+        live_flat = shadow_batch(running, copies, launch.bucket, spec)
         live_key = ProgramKey(key.kind, launch.bucket)
         self.runs[key] = ShadowRun(key, live_key, flat, live_flat)
+        return True
 
     def collect(self) -> Verdict | None:
         """What the last shadow step showed, once, and not before it has run."""
@@ -231,7 +226,7 @@ class ShadowRunner:
             return None
         self._pending = None
         self.shadowed[pending.key] += 1
-        evidence: dict[str, Any] = {"program": str(pending.key), "rows": len(pending.rows)}
+        evidence: dict[str, Any] = {"program": str(pending.key), "rows": pending.rows}
         reason = self._judge(pending, evidence)
         reason = f"{pending.key}: {reason}" if reason else ""
         return Verdict(GATE, not reason, reason, evidence, time.perf_counter() - pending.started_s)
@@ -239,8 +234,8 @@ class ShadowRunner:
     def _judge(self, pending: _Pending, evidence: dict[str, Any]) -> str:
         """Why the candidate's results are not those of the plan in force; empty if they are."""
         rows, bound = pending.rows, forward_bound(self._state.spec)
-        hidden = np.asarray(pending.hidden)[rows].astype(np.float32)
-        live = np.asarray(pending.live_hidden)[rows].astype(np.float32)
+        hidden = np.asarray(pending.hidden)[:rows].astype(np.float32)
+        live = np.asarray(pending.live_hidden)[:rows].astype(np.float32)
         if not np.isfinite(hidden).all():
             return "a hidden state is not finite"
         error = relative_error(hidden, live)
@@ -259,8 +254,8 @@ class ShadowRunner:
         """Greedy tokens are the live ones, or tie with the best by the candidate's own state."""
         if pending.tokens is None or pending.live_tokens is None:
             return ""
-        tokens = np.asarray(pending.tokens)[pending.rows]
-        differing = int(np.sum(tokens != np.asarray(pending.live_tokens)[pending.rows]))
+        tokens = np.asarray(pending.tokens)[: pending.rows]
+        differing = int(np.sum(tokens != np.asarray(pending.live_tokens)[: pending.rows]))
         evidence["differing_tokens"] = differing
         if not differing:
             return ""
