@@ -198,9 +198,17 @@ CHIPS: tuple[ChipSpec, ...] = (
 )
 
 
-def chip(name: str) -> ChipSpec:
-    """Returns the chip with this name or device kind. Raises ConfigError listing the known ones."""
+def find_chip(name: str) -> ChipSpec | None:
+    """Returns the chip with this name or device kind, None if it is not among CHIPS."""
     for spec in sorted(CHIPS, key=lambda c: -len(c.kind)):
         if name == spec.name or name.lower().startswith(spec.kind.lower()):
             return spec
-    raise ConfigError(f"unknown chip {name!r}; known: {', '.join(c.name for c in CHIPS)}")
+    return None
+
+
+def chip(name: str) -> ChipSpec:
+    """Returns the chip with this name or device kind. Raises ConfigError listing the known ones."""
+    spec = find_chip(name)
+    if spec is None:
+        raise ConfigError(f"unknown chip {name!r}; known: {', '.join(c.name for c in CHIPS)}")
+    return spec

@@ -41,7 +41,7 @@ from polyjax.compiler.program import (
 from polyjax.compiler.state import StateSpec
 from polyjax.compiler.worker import CompilerProcess
 from polyjax.core.buckets import BucketLadder
-from polyjax.core.chips import chip
+from polyjax.core.chips import find_chip
 from polyjax.core.errors import ConfigError, ModelError
 from polyjax.core.mesh import MeshPlan, Placement
 from polyjax.core.model import ModelConfig
@@ -215,7 +215,9 @@ def initial_plan(config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, devi
         return Plan(mesh=mesh_plan)
     if config.plan != "default":
         return read_plan(Path(config.plan), mesh_plan)
-    if not any(kernel.platform == device.platform for kernel in CATALOGUE.values()):
+    target = find_chip(device.device_kind)
+    # Of a chip that is not described nothing is known to be legal: references serve it.
+    if target is None or all(kernel.platform != target.platform for kernel in CATALOGUE.values()):
         return Plan(mesh=mesh_plan)
     spec = sizing.spec
     mesh = mesh_plan.mesh()
@@ -223,7 +225,7 @@ def initial_plan(config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, devi
     keys = program_keys(engine_ladder(config, sizing, base, device), fused_gumbel=True)
     traced = [abstract_call(ProgramRequest(spec, base, key), mesh) for key in keys]
     table = tuning_table(config, device.device_kind)
-    choices = default_choices(traced, CATALOGUE, chip(device.device_kind), table)
+    choices = default_choices(traced, CATALOGUE, target, table)
     return dataclasses.replace(base, choices=choices)
 
 
