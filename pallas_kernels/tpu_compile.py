@@ -76,7 +76,9 @@ def sample(
         ]
         if not legal:
             continue
-        schedule = draw.choice(legal) if turn >= count // 4 else kernel.default(workload, target)
+        schedule = (
+            draw.choice(legal) if turn >= max(1, count // 4) else kernel.default(workload, target)
+        )
         drawn.setdefault((kernel.name, workload.key, str(schedule)), (kernel, workload, schedule))
     return list(drawn.values())
 
