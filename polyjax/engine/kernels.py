@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from polyjax.compiler.kernel_files import KERNEL_FOLDER
-from polyjax.compiler.program import Kind
+from polyjax.compiler.program import PAGE_KINDS, Kind
 from polyjax.core.errors import ConfigError, PolyjaxError, RequestError
 from polyjax.core.kernel_source import MAX_SOURCE_BYTES, KernelSource, digest_of, kernel_name
 from polyjax.core.ops import OPS
@@ -33,7 +33,7 @@ from polyjax.gates.verdict import Verdict
 MAX_TIMEOUT_S = 3600.0
 REMEMBERED = 32
 _FIELDS = ("path", "text", "op", "name", "timeout_s", "promotion")
-_WITHOUT_OPS = (Kind.ADMIT, Kind.READ_SCRATCH)
+_WITHOUT_OPS = (Kind.ADMIT, *PAGE_KINDS)
 
 log = logging.getLogger("polyjax.engine")
 
