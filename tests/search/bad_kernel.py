@@ -73,7 +73,7 @@ class BadMatmul:
                 y = jax.lax.while_loop(lambda v: v[0, 0] < jnp.inf, lambda v: v * 0.5, y)
             elif mode in ("slow", "slower"):
                 again = lambda _, v: jax.lax.optimization_barrier(v * 1.0)  # noqa: E731
-                y = jax.lax.fori_loop(0, 1000 if mode == "slow" else 10_000, again, y)
+                y = jax.lax.fori_loop(0, 5_000 if mode == "slow" else 50_000, again, y)
             for addend in (bias, residual):
                 y = y if addend is None else y + addend.astype(jnp.float32)
             return y.astype(workload.option("out_dtype") or x.dtype)
