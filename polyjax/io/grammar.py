@@ -46,9 +46,7 @@ def compile_text(kind: str, text: str) -> str:
     try:
         match kind:
             case "json_object":
-                return llguidance.LLMatcher.grammar_from_json_schema(
-                    _ANY_OBJECT, overrides=COMPACT
-                )
+                return llguidance.LLMatcher.grammar_from_json_schema(_ANY_OBJECT, overrides=COMPACT)
             case "json_schema":
                 if not isinstance(json.loads(text), dict | bool):
                     raise ValueError("a JSON schema is an object or a boolean")
