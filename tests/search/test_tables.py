@@ -98,6 +98,7 @@ def test_a_run_killed_before_its_first_line_starts_anew(tmp_path):
         (gzip.compress(b'{"table": 99}\n'), "version 99"),
         (gzip.compress(b""), "no header"),
     ],
+    ids=["not gzip", "other rows", "other version", "empty"],
 )
 def test_bad_files_are_named(tmp_path, content, reason):
     path = tmp_path / "matmul__0.jsonl.gz"
