@@ -21,7 +21,10 @@ Choices = dict[str, dict[str, Any]]
 
 
 class Arm(Protocol):
-    """Answers requests by item id with the first choice of each completion."""
+    """Answers requests by item id with the first choice of each, whose answer is its "text".
+
+    A body with messages is a chat, any other a text completion.
+    """
 
     @property
     def name(self) -> str: ...
@@ -45,9 +48,7 @@ class BatchArm:
         self.folder.mkdir(parents=True, exist_ok=True)
         asked, answered = (self.folder / f"{self.name}.{x}.jsonl" for x in ("requests", "results"))
         lines = [
-            json.dumps(
-                {"custom_id": item, "method": "POST", "url": "/v1/completions", "body": body}
-            )
+            json.dumps({"custom_id": item, "method": "POST", "url": _route(body), "body": body})
             for item, body in requests.items()
         ]
         text = "\n".join(lines) + "\n"
@@ -69,7 +70,16 @@ class BatchArm:
 def _choice(result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if result["error"]:
         raise ConfigError(f"{result['custom_id']}: {result['error']['message']}")
-    return result["custom_id"], result["response"]["body"]["choices"][0]
+    return result["custom_id"], _first(result["response"]["body"])
+
+
+def _route(body: Mapping[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+def _first(answer: Mapping[str, Any]) -> dict[str, Any]:
+    choice: dict[str, Any] = answer["choices"][0]
+    return {**choice, "text": choice["message"]["content"] or ""} if "message" in choice else choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +96,7 @@ class ServerArm:
         model = self._post("/v1/models", None)["data"][0]["id"]
 
         def one(item: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-            answer = self._post("/v1/completions", {**item[1], "model": model})
-            return item[0], answer["choices"][0]
+            return item[0], _first(self._post(_route(item[1]), {**item[1], "model": model}))
 
         with concurrent.futures.ThreadPoolExecutor(self.concurrency) as pool:
             return dict(pool.map(one, requests.items()))

