@@ -85,7 +85,8 @@ def search(tune: TuneConfig, engine: EngineConfig) -> int:
     run = run_config(tune, engine)
     output = Path(tune.output_plan or f"{run.ledger}.plan.json")
     shown = Shown(run.budget_s, run.max_trials)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in order
+    for number in (signal.SIGINT, signal.SIGTERM):  # both end a run in order
+        signal.signal(number, signal.default_int_handler)
     try:
         found = _searched(tune, engine, run, output, shown)
     except KeyboardInterrupt:

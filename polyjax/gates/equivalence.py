@@ -140,6 +140,7 @@ class EquivalenceGate:
         count = len(rows.tokens)
         # The candidate first: what it does not write must not have been written by the reference.
         found, found_pages = self._run(candidate, self._space.pack(rows, candidate.key.bucket))
+        self._assert_parameters_kept()
         yield
         wanted, wanted_pages = self._run(reference, self._space.pack(rows, reference.key.bucket))
         yield
@@ -175,6 +176,11 @@ class EquivalenceGate:
         read = self._programs[ProgramKey(Kind.READ_SCRATCH)]
         return outputs, [_float32(pages) for pages in read(state.kv)]
 
+    def _assert_parameters_kept(self) -> None:
+        """What a candidate consumed, the reference could not even run on."""
+        gone = [index for index, array in enumerate(self._state.params) if array.is_deleted()]
+        assert not gone, f"parameters {gone} are gone: it consumes what it may only read"
+
     def _fill_scratch(self) -> Pieces[None]:
         """Puts the KV of random tokens into the pages that are read; zeros would hide much."""
         if self._filled:
@@ -199,6 +205,7 @@ class EquivalenceGate:
         rows = self._space.rows(one_token, self._rng, candidate.key.kind is not Kind.SAMPLE_GREEDY)
         hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
         found = self._sample(candidate, rows, hidden)[: len(rows.tokens)]
+        self._assert_parameters_kept()
         yield
         wanted = self._sample(reference, rows, hidden)[: len(rows.tokens)]
         evidence["rows"] = count
