@@ -52,6 +52,16 @@ class Result:
     note: str = ""
 
 
+def cpu_name() -> str:
+    """Cores and model name, as the results page shows them."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return f"{os.cpu_count()}-core CPU, {model}"
+
+
 def measured(
     metric: str,
     samples: Sequence[float],

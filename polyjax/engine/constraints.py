@@ -31,13 +31,13 @@ class Constraint:
     else may follow. Raises RequestError if the grammar is too complex or leads nowhere.
     """
 
-    __slots__ = ("_ends", "_ignore_eos", "_matcher", "mask")
+    __slots__ = ("_ignore_eos", "_matcher", "_others", "mask")
 
     def __init__(self, matcher: Matcher, ends: Int32Array, ignore_eos: bool):
         """`ends` [words] int32 has the bits of the end-of-sequence tokens."""
         self.mask: Int32Array = np.zeros_like(ends)
         self._matcher = matcher
-        self._ends = ends
+        self._others = ~ends
         self._ignore_eos = ignore_eos
         self._fill()
 
@@ -49,7 +49,7 @@ class Constraint:
     def _fill(self) -> bool:
         """Makes the mask for the next token; returns whether only end-of-sequence is in it."""
         self._matcher.fill(self.mask)
-        others = self.mask & ~self._ends
+        others = self.mask & self._others
         if not others.any():
             return True
         if self._ignore_eos:
