@@ -2,7 +2,8 @@
 
 Three spellings mean the same: OpenAI's `response_format`, vLLM's `structured_outputs`, and its
 older `guided_*` fields. JSON is written without white space between its parts, whatever `strict`
-says.
+says. Log-probabilities stay those of the model among all tokens, allowed or not; vLLM reports them
+among the allowed ones.
 """
 
 from __future__ import annotations

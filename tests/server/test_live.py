@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,32 @@ def test_streamed_chat_equals_whole_chat(client: openai.OpenAI, model: str) -> N
         whole.choices[0].message.content
     )
     assert len(chunks) == last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chat_answers_by_a_json_schema(client: openai.OpenAI, model: str) -> None:
+    properties: dict[str, Any] = {
+        "capital": {"type": "string", "maxLength": 20},
+        "continent": {"enum": ["Africa", "Asia", "Europe", "America"]},
+        "on_an_island": {"type": "boolean"},
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    request: dict[str, Any] = {"model": model, "messages": PARIS, "response_format": form}
+    request |= {"temperature": 0, "max_tokens": 60}
+    whole = client.chat.completions.create(**request).choices[0]
+    answer = json.loads(whole.message.content or "")
+    assert whole.finish_reason == "stop"
+    assert list(answer) == list(properties)
+    assert answer["capital"] == "Paris"
+    assert answer["continent"] in properties["continent"]["enum"]
+    assert isinstance(answer["on_an_island"], bool)
+    chunks = client.chat.completions.create(**request, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.message.content
 
 
 def test_completions_and_stop(client: openai.OpenAI, model: str) -> None:

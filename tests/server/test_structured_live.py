@@ -107,7 +107,7 @@ def test_chat_answers_are_json_of_the_schema(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_are_the_models_own(tiny: Server) -> None:
-    """As vLLM reports them: before anything is ruled out, so the best token need not be allowed."""
+    """Before anything is ruled out, so the best token need not be an allowed one."""
     body = {"guided_regex": "[a-f]{4}", "logprobs": 3, "max_tokens": 30}
     choice = tiny.complete("x", **body)["choices"][0]
     scores = choice["logprobs"]
