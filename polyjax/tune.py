@@ -174,9 +174,9 @@ def read_edits(path: str | None) -> list[Any]:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    from search.files import write_whole
+    from polyjax.core.whole_file import write_whole
 
-    write_whole(path, (json.dumps(plan.to_json(), indent=1) + "\n").encode())
+    write_whole(path, (json.dumps(plan.to_json(), indent=1) + "\n").encode(), mode=0o600)
 
 
 # -- what a ledger says ----------------------------------------------------------------------
@@ -227,11 +227,11 @@ def export(tune: TuneConfig) -> int:
 
 def report(tune: TuneConfig) -> int:
     """Writes the page that shows what a ledger holds."""
-    from search.files import write_whole
+    from polyjax.core.whole_file import write_whole
     from search.report import render
 
     output = Path(tune.output)
-    write_whole(output, render(_open(tune)).encode())
+    write_whole(output, render(_open(tune)).encode(), mode=0o600)
     print(f"polyjax: {output}", file=sys.stderr)
     return 0
 

@@ -20,10 +20,10 @@ from polyjax.core.errors import ConfigError, EngineDead, PolyjaxError
 from polyjax.core.kernel_source import PREFIX
 from polyjax.core.op import Workload
 from polyjax.core.plan import Plan
+from polyjax.core.whole_file import write_whole
 from polyjax.engine.types import EngineConfig
 from search.agents import AGENTS
 from search.compile_pool import CompilePool
-from search.files import write_whole
 from search.leases import EFFORT, Call, LeasedMeasurer
 from search.ledger import Ledger
 from search.live import LiveServer, LiveTuner, PlanChanged, has_drifted
@@ -57,7 +57,7 @@ class Round:
     seed: int
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(dataclasses.asdict(self)).encode())
+        write_whole(path, json.dumps(dataclasses.asdict(self)).encode(), mode=0o600)
 
     @classmethod
     def load(cls, path: Path) -> Round | None:

@@ -20,9 +20,9 @@ from polyjax.compiler.program import ProgramRequest, bypass_jax_cache, compile_p
 from polyjax.compiler.xla_forms import FORMS
 from polyjax.core.op import Op, Ops, Workload
 from polyjax.core.ops import OPS
+from polyjax.core.whole_file import write_whole
 from search.chains import ChainSpec, chained
 from search.digests import executable_digest
-from search.files import write_whole
 from search.kernels import kernel_named
 
 
@@ -40,7 +40,7 @@ def compile_step(request: ProgramRequest, cache_directory: str) -> dict[str, Any
     program = compile_program(request, mesh)
     digest = executable_digest(program.executable, dict(request.plan.compiler_options))
     cache.store(request, mesh, program)
-    write_whole(note, digest.encode())
+    write_whole(note, digest.encode(), mode=0o600)
     return {"digest": digest, "lower_s": program.trace_s, "compile_s": program.compile_s}
 
 
@@ -90,7 +90,7 @@ def compile_op(candidate: OpCandidate, spec: ChainSpec, avals: Any, path: str) -
     options: Mapping[str, str] = dict(candidate.options)
     compiled = lowered.compile(compiler_options=dict(options) or None)
     compile_s = time.perf_counter() - begun - lowered_s
-    write_whole(Path(path), pickle.dumps(serialize_executable.serialize(compiled)))
+    write_whole(Path(path), pickle.dumps(serialize_executable.serialize(compiled)), mode=0o600)
     digest = executable_digest(compiled, options)
     return {"digest": digest, "lower_s": lowered_s, "compile_s": compile_s}
 

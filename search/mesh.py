@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from polyjax.core.errors import ConfigError
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.model import ModelConfig
 from polyjax.core.plan import Plan
+from polyjax.core.whole_file import write_whole
 from polyjax.engine.engine import Engine
 from polyjax.engine.types import EngineConfig, Request, SamplingParams
 from search.cost.mesh import Load, MeshCost, ServedModel, cost
@@ -133,15 +133,9 @@ def _round_us(engine: Engine, load: Load, seed: int, number: int) -> float:
 
 
 def write_plan(path: str | Path, plan: Plan) -> None:
-    """Replaces a plan file: written aside, synced, renamed. `--plan` serves it, its mesh with it.
+    """Replaces a plan file whole. `--plan` serves it, its mesh with it.
 
     The ladder is left out where the engine derived it: it belongs to limits, not to the plan.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".aside")
-    with aside.open("w") as file:
-        file.write(json.dumps(plan.to_json(), indent=1, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    text = json.dumps(plan.to_json(), indent=1, sort_keys=True)
+    write_whole(Path(path), f"{text}\n".encode())

@@ -19,6 +19,7 @@ from typing import Any
 
 from polyjax.core.errors import ConfigError
 from polyjax.core.op import Workload
+from polyjax.core.whole_file import write_whole
 from search.space import Point
 
 VERSION = 1
@@ -190,17 +191,11 @@ def _whole(partial: Path) -> Path:
 
 
 def write(path: str | Path, table: Table) -> None:
-    """Replaces a table file: written aside, synced, renamed; the partial file beside it goes."""
+    """Replaces a table file whole; the partial file beside it goes."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [table.header(), *(row.to_json() for row in table.rows)]
     text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-    aside = path.with_name(path.name + ".aside")
-    with aside.open("wb") as file:
-        file.write(gzip.compress(text.encode(), mtime=0))  # equal tables give equal files
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_whole(path, gzip.compress(text.encode(), mtime=0))  # equal tables give equal files
     partial_of(path).unlink(missing_ok=True)
 
 

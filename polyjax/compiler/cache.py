@@ -17,7 +17,6 @@ import os
 import pickle
 import platform
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from jax.sharding import Mesh
 import models
 import pallas_kernels
 from polyjax.compiler.program import ProgramRequest, StepProgram, loaded_program
+from polyjax.core.whole_file import write_whole
 
 MAGIC = b"polyjax-program-1\n"
 DEFAULT_CAPACITY_BYTES = 8 << 30
@@ -85,15 +85,7 @@ class ProgramCache:
         payload = pickle.dumps((serialized, in_tree, out_tree, program.used))
         path = self.path(request, mesh)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.directory, suffix=".draft", delete=False) as file:
-            try:
-                file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(path, MAGIC + hashlib.sha256(payload).digest() + payload, mode=0o600)
         self._evict()
         return path
 

@@ -8,12 +8,12 @@ One place holds them, `search/tables/<device kind>/<op>.json`, each a map from w
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from polyjax.core.errors import ConfigError
 from polyjax.core.op import Choice
+from polyjax.core.whole_file import write_whole
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search" / "tables"
 
@@ -39,7 +39,7 @@ def load_tables(root: str | Path, device_kind: str) -> dict[str, Choice]:
 def merge_tables(root: str | Path, device_kind: str, choices: Mapping[str, Choice]) -> list[Path]:
     """Adds choices to a device kind's tables, in place of older ones; returns the files written.
 
-    A file is written aside, synced and renamed. Raises ConfigError as `load_tables` does.
+    Each is replaced whole. Raises ConfigError as `load_tables` does.
     """
     merged = load_tables(root, device_kind) | dict(choices)
     written = []
@@ -50,12 +50,6 @@ def merge_tables(root: str | Path, device_kind: str, choices: Mapping[str, Choic
             if key.partition("[")[0] == op
         }
         path = Path(root) / device_kind / f"{op}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        with aside.open("w") as file:
-            file.write(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+        write_whole(path, (json.dumps(rows, indent=1, sort_keys=True) + "\n").encode())
         written.append(path)
     return written

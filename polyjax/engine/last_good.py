@@ -6,12 +6,10 @@ written, so a candidate that takes the engine down is gone with it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from polyjax.compiler.worker import CompilerProcess
 from polyjax.core.errors import ConfigError
 from polyjax.core.mesh import MeshPlan
 from polyjax.core.plan import Plan
+from polyjax.core.whole_file import write_whole
 from polyjax.engine import build
 from polyjax.engine.bucketing import BucketChooser
 from polyjax.engine.programs import PlanPrograms
@@ -64,18 +63,8 @@ class LastGoodPlan:
         """Whole or not at all; on disk when this returns. Raises OSError."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         data = {**self._subject, "digest": plan.digest, "date": now, "plan": plan.to_json()}
-        folder = self.path.parent
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".draft", delete=False) as file:
-            try:
-                json.dump(data, file)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, self.path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.name)
-                raise
-        directory = os.open(folder, os.O_RDONLY)
+        write_whole(self.path, json.dumps(data).encode(), mode=0o600)
+        directory = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name, too
         finally:

@@ -19,7 +19,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from polyjax.core.lifetime import (
     yield_to_serving,
 )
 from polyjax.core.op import Choice, Schedule, Workload
+from polyjax.core.whole_file import write_whole
 from polyjax.gates import environment, registry
 from polyjax.gates.candidate import Candidate, first_line
 from polyjax.gates.trial import OpTrial
@@ -245,11 +245,7 @@ def write_source(source: KernelSource, text: str) -> None:
         source.read()
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".draft", delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    write_whole(path, text.encode(), mode=0o600)
 
 
 def main() -> None:
