@@ -90,8 +90,8 @@ def _uncovered_output(blocks: list[Writes], shape: tuple[int, ...]) -> str | Non
 class PallasKernel:
     """Base of the kernels in the catalogue; satisfies `polyjax.core.op.Kernel` once completed.
 
-    A subclass gives `supports`, `space`, `default`, `shared_memory_bytes`, `outputs`, `writes`,
-    `launch_shape`, `build` and, where it has rules of its own, `illegal`.
+    A subclass gives `supports`, `space`, `rank`, `shared_memory_bytes`, `outputs`, `writes`,
+    `launch_shape`, `build` and, where it has rules of its own, `illegal` and `default`.
     """
 
     name: str
@@ -112,7 +112,17 @@ class PallasKernel:
         raise NotImplementedError
 
     def default(self, workload: Workload, chip: ChipSpec) -> Any:
-        raise NotImplementedError
+        """The legal schedule that ranks highest; where none is legal, one `check` refuses."""
+        legal = [s for s in self.space(workload, chip) if self.fits(workload, s, chip)]
+        if not legal:
+            return self.schedule_type()
+        return max(legal, key=lambda s: self.rank(workload, s, chip))
+
+    def fits(self, workload: Workload, schedule: Any, chip: ChipSpec) -> bool:
+        """Whether the kernel's own rules and the chip's memory allow a schedule."""
+        if self.illegal(workload, schedule, chip):
+            return False
+        return self.shared_memory_bytes(workload, schedule) <= chip.shared_memory_bytes
 
     def rank(self, workload: Workload, schedule: Any, chip: ChipSpec) -> tuple[Any, ...]:
         """How promising the analytical model finds a legal schedule; higher is better."""

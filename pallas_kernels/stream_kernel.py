@@ -76,7 +76,7 @@ class StreamKernel(MosaicGpuKernel):
         Measured on an H200: tiles of 256 columns, one tile a block and streamed activations win
         wherever they are legal; several tiles in one cluster lose (the reduction is exposed).
         """
-        legal = [s for s in self.space(workload, chip) if self._fits(workload, s, chip)]
+        legal = [s for s in self.space(workload, chip) if self.fits(workload, s, chip)]
         if not legal:  # `check` names the reason
             return StreamSchedule(64, 2, 1, 1)
         return max(legal, key=lambda s: self.rank(workload, s, chip))
@@ -98,11 +98,6 @@ class StreamKernel(MosaicGpuKernel):
             s.resident == (workload["M"] <= 8),
             s.tile_k,
         )
-
-    def _fits(self, workload: Workload, schedule: StreamSchedule, chip: ChipSpec) -> bool:
-        if self.illegal(workload, schedule, chip):
-            return False
-        return self.shared_memory_bytes(workload, schedule) <= chip.shared_memory_bytes
 
     def family(self, schedule: StreamSchedule) -> tuple[Any, ...]:
         return schedule.split_k, schedule.tile_rows, schedule.separate_norm

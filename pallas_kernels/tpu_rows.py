@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import (
     STEP_US,
     MosaicTpuKernel,
@@ -19,7 +20,7 @@ from pallas_kernels.tpu_base import (
     row_blocks,
 )
 from polyjax.core.chips import ChipSpec
-from polyjax.core.op import Schedule, Workload
+from polyjax.core.op import Schedule, Workload, Writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,14 @@ class TpuRowSchedule(Schedule):
     parallel: bool = False
 
 
+def row_start(step: Any, *_: Any) -> tuple[Any, int]:
+    """A step's block of an output [M,D]: the write map and the block's index."""
+    return step, 0
+
+
 @dataclasses.dataclass(frozen=True)
 class TpuRowKernel(MosaicTpuKernel):
-    """A subclass gives `supports`, `block_bytes`, `outputs`, `writes` and `build`."""
+    """A subclass gives `supports`, `shared_memory_bytes`, `build`, and its writes if not [M,D]."""
 
     schedule_type: ClassVar[type[TpuRowSchedule]] = TpuRowSchedule
     may_run_parallel: ClassVar[bool] = True
@@ -46,17 +52,6 @@ class TpuRowKernel(MosaicTpuKernel):
             for parallel in (False, True) if self.may_run_parallel else (False,):
                 yield TpuRowSchedule(rows, parallel)
 
-    def default(self, workload: Workload, chip: ChipSpec) -> TpuRowSchedule:
-        def fits(schedule: TpuRowSchedule) -> bool:
-            if self.illegal(workload, schedule, chip):
-                return False
-            return self.shared_memory_bytes(workload, schedule) <= chip.shared_memory_bytes
-
-        legal = [s for s in self.space(workload, chip) if fits(s)]
-        if not legal:  # `check` names the reason
-            return TpuRowSchedule()
-        return max(legal, key=lambda s: self.rank(workload, s, chip))
-
     def rank(self, workload: Workload, schedule: TpuRowSchedule, chip: ChipSpec) -> tuple[Any, ...]:
         """Least time of the first block, which nothing hides, and of the steps."""
         steps = self.grid(workload, schedule)[0]
@@ -69,6 +64,16 @@ class TpuRowKernel(MosaicTpuKernel):
         if schedule.parallel and not self.may_run_parallel:
             return "its steps must keep their order"
         return illegal_rows(workload["M"], self.block(workload, schedule))
+
+    def outputs(self, workload: Workload, schedule: TpuRowSchedule) -> tuple[tuple[int, ...], ...]:
+        """One array [M,D], unless the op says otherwise."""
+        return ((workload["M"], workload["D"]),)
+
+    def writes(self, workload: Workload, schedule: TpuRowSchedule) -> Iterator[Writes]:
+        ((count, width),), rows = self.outputs(workload, schedule), self.block(workload, schedule)
+        for step in range(self.grid(workload, schedule)[0]):
+            first, column = row_start(step)
+            yield clipped((count, width), (first * rows, column), (rows, width))
 
     def writing(self, schedule: TpuRowSchedule) -> Any:
         return schedule.rows

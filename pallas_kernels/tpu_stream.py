@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import (
     LANES,
     RESERVED_BYTES,
@@ -32,7 +33,7 @@ from pallas_kernels.tpu_base import (
     vmem_bytes,
 )
 from polyjax.core.chips import ChipSpec
-from polyjax.core.op import Schedule, Workload
+from polyjax.core.op import Schedule, Workload, Writes
 
 MAX_ROWS = 1024  # activation rows held at once; longer inputs are taken in blocks
 TRANSPOSED = (((1,), (1,)), ((), ()))  # x [M,K] times w [N,K]
@@ -297,17 +298,6 @@ class TpuStreamKernel(MosaicTpuKernel):
                     for cores in (1, 2):
                         yield TpuStreamSchedule(tile_m, tile_n, tile_k, cores)
 
-    def default(self, workload: Workload, chip: ChipSpec) -> TpuStreamSchedule:
-        legal = [s for s in self.space(workload, chip) if self._fits(workload, s, chip)]
-        if not legal:  # `check` names the reason
-            return TpuStreamSchedule()
-        return max(legal, key=lambda s: self.rank(workload, s, chip))
-
-    def _fits(self, workload: Workload, schedule: TpuStreamSchedule, chip: ChipSpec) -> bool:
-        if self.illegal(workload, schedule, chip):
-            return False
-        return self.shared_memory_bytes(workload, schedule) <= chip.shared_memory_bytes
-
     def rank(
         self, workload: Workload, schedule: TpuStreamSchedule, chip: ChipSpec
     ) -> tuple[Any, ...]:
@@ -326,6 +316,18 @@ class TpuStreamKernel(MosaicTpuKernel):
     def shared_memory_bytes(self, workload: Workload, schedule: TpuStreamSchedule) -> int:
         stream = self.stream(workload, schedule)
         return stream.vmem_bytes() + self.extra_bytes(workload, schedule)
+
+    def outputs(
+        self, workload: Workload, schedule: TpuStreamSchedule
+    ) -> tuple[tuple[int, ...], ...]:
+        """One array [rows, outputs], unless the op says otherwise."""
+        stream = self.stream(workload, schedule)
+        return ((stream.rows, stream.outputs),)
+
+    def writes(self, workload: Workload, schedule: TpuStreamSchedule) -> Iterator[Writes]:
+        stream = self.stream(workload, schedule)
+        for start in tile_writes(stream):
+            yield clipped((stream.rows, stream.outputs), start, (stream.tile_m, stream.tile_n))
 
     def writing(self, schedule: TpuStreamSchedule) -> Any:
         return schedule.tile_m, schedule.tile_n, schedule.cores

@@ -7,7 +7,7 @@ is kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import (
     RESERVED_BYTES,
     SUBLANES,
@@ -27,14 +26,9 @@ from pallas_kernels.tpu_base import (
     row_blocks,
     vmem_bytes,
 )
-from pallas_kernels.tpu_rows import TpuRowKernel, TpuRowSchedule
-from polyjax.core.op import Workload, Writes
+from pallas_kernels.tpu_rows import TpuRowKernel, TpuRowSchedule, row_start
+from polyjax.core.op import Workload
 from polyjax.core.ops import EMBED
-
-
-def row_start(step: Any, *_: Any) -> tuple[Any, int]:
-    """A step's block of the output: the write map and the block's index."""
-    return step, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +43,6 @@ class RowEmbed(TpuRowKernel):
         tiles = vmem_bytes(rows, SUBLANES, width, dtype=bf16)
         kept = vmem_bytes(rows, width, dtype=f32) + 2 * vmem_bytes(rows, width, dtype=bf16)
         return tiles + 2 * kept + 2 * vmem_bytes(SUBLANES, width, dtype=f32) + RESERVED_BYTES
-
-    def outputs(self, workload: Workload, schedule: TpuRowSchedule) -> tuple[tuple[int, ...], ...]:
-        return ((workload["M"], workload["D"]),)
-
-    def writes(self, workload: Workload, schedule: TpuRowSchedule) -> Iterator[Writes]:
-        shape, rows = (workload["M"], workload["D"]), self.block(workload, schedule)
-        for step in range(self.grid(workload, schedule)[0]):
-            first, column = row_start(step)
-            yield clipped(shape, (first * rows, column), (rows, workload["D"]))
 
     def build(self, workload: Workload, schedule: TpuRowSchedule) -> Callable[..., Any]:
         count, width, last = workload["M"], workload["D"], workload["V"] - 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import f32, vmem_bytes
 from pallas_kernels.tpu_stream import (
     Epilogue,
@@ -17,10 +16,9 @@ from pallas_kernels.tpu_stream import (
     Stream,
     TpuStreamKernel,
     TpuStreamSchedule,
-    tile_writes,
     unsupported,
 )
-from polyjax.core.op import Workload, Writes
+from polyjax.core.op import Workload
 from polyjax.core.ops import LM_HEAD
 
 
@@ -40,16 +38,6 @@ class StreamHead(TpuStreamKernel):
     def extra_bytes(self, workload: Workload, schedule: TpuStreamSchedule) -> int:
         stream = self.stream(workload, schedule)
         return 3 * vmem_bytes(stream.tile_m, stream.tile_n, dtype=f32)
-
-    def outputs(
-        self, workload: Workload, schedule: TpuStreamSchedule
-    ) -> tuple[tuple[int, ...], ...]:
-        return ((workload["M"], workload["V"]),)
-
-    def writes(self, workload: Workload, schedule: TpuStreamSchedule) -> Iterator[Writes]:
-        stream = self.stream(workload, schedule)
-        for start in tile_writes(stream):
-            yield clipped((stream.rows, stream.outputs), start, (stream.tile_m, stream.tile_n))
 
     def build(self, workload: Workload, schedule: TpuStreamSchedule) -> Callable[..., Any]:
         stream = self.stream(workload, schedule)

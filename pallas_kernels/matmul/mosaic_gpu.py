@@ -36,10 +36,6 @@ def out_dtype(workload: Workload) -> jnp.dtype:
     return jnp.dtype(workload.option("out_dtype") or workload.dtype("x"))
 
 
-def has(workload: Workload, argument: str) -> bool:
-    return argument in dict(workload.dtypes)
-
-
 @dataclasses.dataclass(frozen=True)
 class StreamMatmul(StreamKernel):
     tile_rows: ClassVar[tuple[int, ...]] = (MMA_ROWS, 2 * MMA_ROWS)
@@ -48,7 +44,7 @@ class StreamMatmul(StreamKernel):
         columns = workload["N"]
         if columns % 8 or columns < MMA_ROWS:
             return f"N={columns} is no multiple of 8 of at least {MMA_ROWS}"
-        if has(workload, "bias") and columns % MMA_ROWS:
+        if workload.has("bias") and columns % MMA_ROWS:
             return f"with a bias N={columns} must be a multiple of {MMA_ROWS}"
         return unsupported(workload, workload["M"], workload["K"], "x", "w")
 
@@ -73,7 +69,7 @@ class StreamMatmul(StreamKernel):
 
     def build(self, workload: Workload, schedule: StreamSchedule) -> Callable[..., Any]:
         stream = self.stream(workload, schedule)
-        has_bias, has_residual = has(workload, "bias"), has(workload, "residual")
+        has_bias, has_residual = workload.has("bias"), workload.has("residual")
         scratch_types = stream.scratch() | {
             "out_s": staging(stream.groups, stream.columns, out_dtype(workload))
         }
@@ -140,7 +136,7 @@ class GemvMatmul(GemvKernel):
 
     def build(self, workload: Workload, schedule: GemvSchedule) -> Callable[..., Any]:
         gemv = self.gemv(workload, schedule)
-        has_bias, has_residual = has(workload, "bias"), has(workload, "residual")
+        has_bias, has_residual = workload.has("bias"), workload.has("residual")
 
         def body(x_g: Any, w_g: Any, *rest: Any) -> None:
             *optional, out_g = rest

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import bf16, f32, vmem_bytes
 from pallas_kernels.tpu_stream import (
     Epilogue,
@@ -17,19 +16,14 @@ from pallas_kernels.tpu_stream import (
     Stream,
     TpuStreamKernel,
     TpuStreamSchedule,
-    tile_writes,
     unsupported,
 )
-from polyjax.core.op import Workload, Writes
+from polyjax.core.op import Workload
 from polyjax.core.ops import MATMUL
 
 
 def out_dtype(workload: Workload) -> jnp.dtype:
     return jnp.dtype(workload.option("out_dtype") or workload.dtype("x"))
-
-
-def has(workload: Workload, argument: str) -> bool:
-    return argument in dict(workload.dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +40,13 @@ class StreamMatmul(TpuStreamKernel):
         stream = self.stream(workload, schedule)
         tile = stream.tile_m, stream.tile_n
         total = 2 * vmem_bytes(*tile, dtype=out_dtype(workload)) + vmem_bytes(*tile, dtype=f32)
-        if has(workload, "bias"):
+        if workload.has("bias"):
             total += 2 * vmem_bytes(1, stream.tile_n, dtype=bf16)
-        return total + 2 * vmem_bytes(*tile, dtype=bf16) * has(workload, "residual")
-
-    def outputs(
-        self, workload: Workload, schedule: TpuStreamSchedule
-    ) -> tuple[tuple[int, ...], ...]:
-        return ((workload["M"], workload["N"]),)
-
-    def writes(self, workload: Workload, schedule: TpuStreamSchedule) -> Iterator[Writes]:
-        stream = self.stream(workload, schedule)
-        for start in tile_writes(stream):
-            yield clipped((stream.rows, stream.outputs), start, (stream.tile_m, stream.tile_n))
+        return total + 2 * vmem_bytes(*tile, dtype=bf16) * workload.has("residual")
 
     def build(self, workload: Workload, schedule: TpuStreamSchedule) -> Callable[..., Any]:
         stream = self.stream(workload, schedule)
-        has_bias, has_residual = has(workload, "bias"), has(workload, "residual")
+        has_bias, has_residual = workload.has("bias"), workload.has("residual")
         extra = [stream.tile_spec(rows=1)] * has_bias + [stream.tile_spec()] * has_residual
 
         def body(extras: Sequence[Any], outputs: Sequence[Any], _: Sequence[Any]) -> Epilogue:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import bf16, f32, vmem_bytes
 from pallas_kernels.tpu_stream import (
     Epilogue,
@@ -16,10 +15,9 @@ from pallas_kernels.tpu_stream import (
     Stream,
     TpuStreamKernel,
     TpuStreamSchedule,
-    tile_writes,
     unsupported,
 )
-from polyjax.core.op import Workload, Writes
+from polyjax.core.op import Workload
 from polyjax.core.ops import NORM_GATE_UP
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -44,16 +42,6 @@ class StreamGateUp(TpuStreamKernel):
         stream = self.stream(workload, schedule)
         tile = stream.tile_m, stream.tile_n
         return 2 * vmem_bytes(*tile, dtype=bf16) + 2 * vmem_bytes(*tile, dtype=f32)
-
-    def outputs(
-        self, workload: Workload, schedule: TpuStreamSchedule
-    ) -> tuple[tuple[int, ...], ...]:
-        return ((workload["M"], workload["F"]),)
-
-    def writes(self, workload: Workload, schedule: TpuStreamSchedule) -> Iterator[Writes]:
-        stream = self.stream(workload, schedule)
-        for start in tile_writes(stream):
-            yield clipped((stream.rows, stream.outputs), start, (stream.tile_m, stream.tile_n))
 
     def build(self, workload: Workload, schedule: TpuStreamSchedule) -> Callable[..., Any]:
         stream = self.stream(workload, schedule)

@@ -47,7 +47,7 @@ class StreamQkv(StreamKernel):
         dim = workload["H"]
         if dim not in (64, 128):
             return f"head dim {dim} is neither 64 nor 128"
-        if "cos_sin" in dict(workload.dtypes) and workload["R"] != dim:
+        if workload.has("cos_sin") and workload["R"] != dim:
             return f"RoPE of {workload['R']} of {dim} dims: only whole heads are rotated"
         if workload.dtype("kv") != jnp.bfloat16:
             return "kv must be bfloat16"

@@ -41,17 +41,13 @@ class QkvSchedule(TpuStreamSchedule):
     write_rows: int = 16
 
 
-def has(workload: Workload, argument: str) -> bool:
-    return argument in dict(workload.dtypes)
-
-
 @dataclasses.dataclass(frozen=True)
 class StreamQkv(TpuStreamKernel):
     schedule_type: ClassVar[type[QkvSchedule]] = QkvSchedule
     tiles_n: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 8, 16, 0)
 
     def supports(self, workload: Workload) -> str | None:
-        if has(workload, "cos_sin") and (workload["R"] > workload["H"] or workload["R"] % 2):
+        if workload.has("cos_sin") and (workload["R"] > workload["H"] or workload["R"] % 2):
             return f"RoPE of {workload['R']} of {workload['H']} dims"
         arrays = "x", "norm", "w", "bias", "q_norm", "k_norm"
         return unsupported_pool(workload) or unsupported(workload, workload["D"], *arrays)
@@ -95,7 +91,7 @@ class StreamQkv(TpuStreamKernel):
         row = vmem_bytes(stream.tile_m, dim, dtype=f32)
         total = 2 * stream.products * row + 4 * row + 4 * row
         total += 2 * vmem_bytes(dim, dim, dtype=f32) + 4 * vmem_bytes(1, dim, dtype=bf16)
-        if has(workload, "bias"):
+        if workload.has("bias"):
             total += 2 * stream.products * vmem_bytes(1, dim, dtype=bf16)
         return max(total, self.writer(workload, schedule).vmem_bytes() - stream.vmem_bytes())
 
@@ -126,10 +122,10 @@ class StreamQkv(TpuStreamKernel):
     def build(self, workload: Workload, schedule: Any) -> Callable[..., Any]:
         stream, dim = self.stream(workload, schedule), workload["H"]
         heads, queries = stream.products // stream.groups, workload["C"] - 2
-        rotary = workload.get("R") if has(workload, "cos_sin") else 0
+        rotary = workload.get("R") if workload.has("cos_sin") else 0
         eps = workload.option("eps")
-        has_bias = has(workload, "bias")
-        norms = [name for name in ("q_norm", "k_norm") if has(workload, name)]
+        has_bias = workload.has("bias")
+        norms = [name for name in ("q_norm", "k_norm") if workload.has(name)]
         extra = [stream.group_spec(stream.products, 1, dim)] * has_bias
         extra += [whole(1, dim)] * len(norms) + [stream.row_spec(dim)] * (2 * bool(rotary))
 

@@ -138,18 +138,6 @@ class PagedDecodeAttention(MosaicGpuKernel):
                     for dependent in (False, True) if splits > 1 else (False,):
                         yield AttentionSchedule(chunk, stages, splits, dependent)
 
-    def default(self, workload: Workload, chip: ChipSpec) -> AttentionSchedule:
-        limit = chip.shared_memory_bytes
-        legal = [
-            s
-            for s in self.space(workload, chip)
-            if not self.illegal(workload, s, chip)
-            and self.shared_memory_bytes(workload, s) <= limit
-        ]
-        if not legal:  # `check` names the reason
-            return AttentionSchedule()
-        return max(legal, key=lambda s: self.rank(workload, s, chip))
-
     def rank(
         self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec
     ) -> tuple[Any, ...]:
@@ -226,7 +214,7 @@ class PagedDecodeAttention(MosaicGpuKernel):
 
     def build(self, workload: Workload, schedule: AttentionSchedule) -> Callable[..., Any]:
         shape = self._shape(workload, schedule)
-        has_first = "first_pages" in dict(workload.dtypes)
+        has_first = workload.has("first_pages")
         attend = _attention_kernel(shape, has_first)
         combine = _combine_kernel(shape) if schedule.splits > 1 else None
 

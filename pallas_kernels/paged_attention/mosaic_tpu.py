@@ -74,18 +74,6 @@ class PagedDecodeAttention(MosaicTpuKernel):
                     for unroll in (False, True):
                         yield AttentionSchedule(pages, buffers, cores, unroll)
 
-    def default(self, workload: Workload, chip: ChipSpec) -> AttentionSchedule:
-        limit = chip.shared_memory_bytes
-        legal = [
-            s
-            for s in self.space(workload, chip)
-            if not self.illegal(workload, s, chip)
-            and self.shared_memory_bytes(workload, s) <= limit
-        ]
-        if not legal:  # `check` names the reason
-            return AttentionSchedule()
-        return max(legal, key=lambda s: self.rank(workload, s, chip))
-
     def rank(
         self, workload: Workload, schedule: AttentionSchedule, chip: ChipSpec
     ) -> tuple[Any, ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.base import clipped
 from pallas_kernels.tpu_base import (
     RESERVED_BYTES,
     bf16,
@@ -20,14 +19,9 @@ from pallas_kernels.tpu_base import (
     vmem_bytes,
     whole,
 )
-from pallas_kernels.tpu_rows import TpuRowKernel, TpuRowSchedule
-from polyjax.core.op import Workload, Writes
+from pallas_kernels.tpu_rows import TpuRowKernel, TpuRowSchedule, row_start
+from polyjax.core.op import Workload
 from polyjax.core.ops import RMS_NORM
-
-
-def row_start(step: Any) -> tuple[Any, int]:
-    """A step's block of the output: the write map and the block's index."""
-    return step, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +33,6 @@ class RowRmsNorm(TpuRowKernel):
         rows, width = self.block(workload, schedule), workload["D"]
         buffers = 4 * vmem_bytes(rows, width, dtype=bf16) + 2 * vmem_bytes(1, width, dtype=bf16)
         return buffers + 3 * vmem_bytes(rows, width, dtype=f32) + RESERVED_BYTES
-
-    def outputs(self, workload: Workload, schedule: TpuRowSchedule) -> tuple[tuple[int, ...], ...]:
-        return ((workload["M"], workload["D"]),)
-
-    def writes(self, workload: Workload, schedule: TpuRowSchedule) -> Iterator[Writes]:
-        shape, rows = (workload["M"], workload["D"]), self.block(workload, schedule)
-        for step in range(self.grid(workload, schedule)[0]):
-            first, column = row_start(step)
-            yield clipped(shape, (first * rows, column), (rows, workload["D"]))
 
     def build(self, workload: Workload, schedule: TpuRowSchedule) -> Callable[..., Any]:
         eps, width = workload.option("eps"), workload["D"]

@@ -50,6 +50,10 @@ class Workload:
     def dtype(self, name: str) -> jnp.dtype:
         return jnp.dtype(dict(self.dtypes)[name])
 
+    def has(self, name: str) -> bool:
+        """Whether an optional array argument is given."""
+        return name in dict(self.dtypes)
+
     def option(self, name: str, default: Any = None) -> Any:
         return dict(self.static).get(name, default)
 

@@ -131,7 +131,7 @@ def make_case(
     made: dict[str, Any] = {}
     for spec in op.inputs:
         name, mark, axes = _parsed(spec)
-        if mark == "?" and name not in dict(workload.dtypes):
+        if mark == "?" and not workload.has(name):
             made[name] = None
             continue
         shape = tuple(int(a) if a.isdigit() else dims[a] for a in axes)
@@ -150,7 +150,7 @@ def _rows(
         batch, tokens, columns = workload["B"], workload.get("T", 1), workload["C"]
     else:  # an op that only writes has slots but no table: each row is a sequence of its own
         batch, tokens, columns = workload["M"], 1, 3
-    window = workload.option("window", 0) if "first_pages" in dict(workload.dtypes) else 0
+    window = workload.option("window", 0) if workload.has("first_pages") else 0
     return paged_rows(rng, layout, batch, tokens, columns, workload["Z"], window, spare)
 
 
