@@ -6,21 +6,20 @@ from collections.abc import Sequence
 
 from polyjax.server.tool_formats.contract import (
     Calls,
-    Event,
     Function,
     Marks,
     ToolFormat,
     call_rules,
 )
 from polyjax.server.tool_formats.json_call import JsonCall
-from polyjax.server.tool_formats.pieces import until_mark
+from polyjax.server.tool_formats.pieces import PieceReader, until_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Templates with the same marks around something else: Qwen3-Coder's and GLM-4.5's.
 _OTHER_BODIES = ("<function=", "<arg_key>")
 
 
-class Parser:
+class Parser(PieceReader):
     """Calls between marks in a text. White space beside calls is dropped, except between texts.
 
     A mark that no call follows is content, as is its text. A call ends with its object; CLOSE also
@@ -28,39 +27,18 @@ class Parser:
     """
 
     def __init__(self) -> None:
-        self._text = ""  # undecided
-        self._read = self._read_content
+        super().__init__()
         self._call = JsonCall(0, CLOSE)
         self._before_call = ""  # what is content if no call follows: white space, mark, white space
         self._num_calls = 0
         self._follows_call = False
         self._has_content = False
-        self._events: list[Event] = []
-
-    def push(self, text: str) -> list[Event]:
-        self._text += text
-        self._advance(is_end=False)
-        return self._take_events()
-
-    def finish(self) -> list[Event]:
-        self._advance(is_end=True)
-        return self._take_events()
-
-    def _advance(self, is_end: bool) -> None:
-        while self._read(is_end):
-            pass
-
-    def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    # Readers consume what they can of the text, and return whether another one may go on.
 
     def _read_content(self, is_end: bool) -> bool:
         if self._follows_call and (not self._has_content or (is_end and self._text.isspace())):
             self._text = self._text.lstrip()
         content, mark, self._text = until_mark(self._text, OPEN, is_end)
-        self._emit_content(content)
+        self._emit(content)
         if not mark:
             return False
         self._before_call = mark
@@ -77,7 +55,7 @@ class Parser:
             self._text = call
             self._read = self._read_call
         else:
-            self._emit_content(self._before_call)
+            self._emit(self._before_call)
             self._read = self._read_content
         return True
 
@@ -87,7 +65,7 @@ class Parser:
         if self._call.rest is None:
             return False
         if self._call.name is None:
-            self._emit_content(self._before_call + self._call.text)
+            self._emit(self._before_call + self._call.text)
             self._read = self._read_content
         else:
             self._num_calls += 1
@@ -105,9 +83,9 @@ class Parser:
         self._read = self._read_content
         return True
 
-    def _emit_content(self, text: str) -> None:
-        if text:
-            self._events.append(text)
+    def _emit(self, content: str) -> None:
+        super()._emit(content)
+        if content:
             self._follows_call = False
             self._has_content = True
 

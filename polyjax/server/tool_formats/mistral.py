@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 from polyjax.server.tool_formats.contract import (
     Calls,
-    Event,
     Function,
     Marks,
     ToolFormat,
     call_rules,
 )
 from polyjax.server.tool_formats.json_call import JsonCall
-from polyjax.server.tool_formats.pieces import until_mark
+from polyjax.server.tool_formats.pieces import PieceReader, until_mark
 
 MARK = "[TOOL_CALLS]"
 _BEFORE_FIRST = re.compile(r"\s*\[\s*(?={)")
@@ -27,35 +26,18 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse any other
 
 
-class Parser:
+class Parser(PieceReader):
     """Lists of calls in a text. White space beside a list is dropped.
 
     A mark that no list of calls follows is content, as is what breaks off a list.
     """
 
     def __init__(self) -> None:
-        self._text = ""  # undecided
-        self._read = self._read_content
+        super().__init__()
         self._call = JsonCall(0)
         self._before_call = ""  # what is content if no call follows
         self._num_calls = 0
         self._is_first = True  # of its list
-        self._events: list[Event] = []
-
-    def push(self, text: str) -> list[Event]:
-        self._text += text
-        return self._advance(is_end=False)
-
-    def finish(self) -> list[Event]:
-        return self._advance(is_end=True)
-
-    def _advance(self, is_end: bool) -> list[Event]:
-        while self._read(is_end):
-            pass
-        events, self._events = self._events, []
-        return events
-
-    # Readers consume what they can of the text, and return whether another one may go on.
 
     def _read_content(self, is_end: bool) -> bool:
         content, mark, self._text = until_mark(self._text, MARK, is_end)
@@ -101,10 +83,6 @@ class Parser:
             self._read = self._read_opening
         self._before_call = ""
         return True
-
-    def _emit(self, content: str) -> None:
-        if content:
-            self._events.append(content)
 
 
 def _is_of(template: str) -> bool:

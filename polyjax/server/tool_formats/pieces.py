@@ -1,4 +1,43 @@
-"""Marks in a text that arrives in pieces."""
+"""Reading a text that arrives in pieces: what readers share, and marks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from polyjax.server.tool_formats.contract import Event
+
+
+class PieceReader:
+    """A parser that is in one of several readers at a time, `_read`, and collects events.
+
+    A reader consumes what it can of `_text` and returns whether another one may go on. A subclass
+    gives the first of them as `_read_content`.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # undecided
+        self._read: Callable[[bool], bool] = self._read_content
+        self._events: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        self._text += text
+        return self._advance(is_end=False)
+
+    def finish(self) -> list[Event]:
+        return self._advance(is_end=True)
+
+    def _read_content(self, is_end: bool) -> bool:
+        raise NotImplementedError
+
+    def _emit(self, content: str) -> None:
+        if content:
+            self._events.append(content)
+
+    def _advance(self, is_end: bool) -> list[Event]:
+        while self._read(is_end):
+            pass
+        events, self._events = self._events, []
+        return events
 
 
 def until_mark(text: str, mark: str, is_end: bool) -> tuple[str, str, str]:
