@@ -26,7 +26,6 @@ from polyjax.core.buckets import Bucket
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError
 from polyjax.core.mesh import MeshPlan
-from polyjax.core.op import Workload
 from polyjax.core.plan import Plan
 from polyjax.core.results import Result, measured
 
@@ -93,19 +92,6 @@ STEPS = (
 )
 
 
-class _Preferred:
-    """A kernel that plans take wherever it supports the workload: nothing has been measured."""
-
-    def __init__(self, kernel: Any):
-        self._kernel = kernel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def preferred(self, _: Workload) -> bool:
-        return True
-
-
 def request_of(step: Step) -> tuple[ProgramRequest, Any]:
     """Returns the program and the mesh of absent chips it is for."""
     config = models.family(step.config["architectures"][0]).Config.from_hf(step.config)
@@ -117,8 +103,7 @@ def request_of(step: Step) -> tuple[ProgramRequest, Any]:
     plan = Plan(mesh=mesh_plan)
     if step.kernels:
         traced = [abstract_call(ProgramRequest(spec, plan, key), mesh)]
-        catalogue: dict[str, Any] = {name: _Preferred(CATALOGUE[name]) for name in CATALOGUE}
-        choices = default_choices(traced, catalogue, chip(step.chip), {})
+        choices = default_choices(traced, CATALOGUE, chip(step.chip), {}, wherever_possible=True)
         plan = dataclasses.replace(plan, choices=choices)
     return ProgramRequest(spec, plan, key), mesh
 

@@ -23,17 +23,24 @@ Table = Mapping[str, Choice]
 class ChoosingOps(Ops):
     """Records a choice for every workload it meets; computes shapes by the references."""
 
-    def __init__(self, catalogue: Mapping[str, Kernel], chip: ChipSpec, table: Table):
+    def __init__(
+        self,
+        catalogue: Mapping[str, Kernel],
+        chip: ChipSpec,
+        table: Table,
+        wherever_possible: bool = False,
+    ):
         super().__init__({}, catalogue)
         self.choices: dict[str, Choice] = {}
         self._chip = chip
         self._table = table
+        self._wherever_possible = wherever_possible
 
     def __call__(
         self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any
     ) -> Any:
         workload = op.workload(*args, **static)
-        choice = choose(workload, self._catalogue, self._chip, self._table)
+        choice = choose(workload, self._catalogue, self._chip, self._table, self._wherever_possible)
         compute = reference or op.reference
         if choice is None:
             return compute(self, *args, **static)
@@ -42,9 +49,16 @@ class ChoosingOps(Ops):
 
 
 def choose(
-    workload: Workload, catalogue: Mapping[str, Kernel], chip: ChipSpec, table: Table
+    workload: Workload,
+    catalogue: Mapping[str, Kernel],
+    chip: ChipSpec,
+    table: Table,
+    wherever_possible: bool = False,
 ) -> Choice | None:
-    """Returns the table's choice if it is still legal here, else the first default, else None."""
+    """Returns the table's choice if it is still legal here, else the first default, else None.
+
+    With `wherever_possible` a kernel need not be preferred: it is enough that it can run.
+    """
     measured = table.get(workload.key)
     if measured is not None and _legal(measured, workload, catalogue, chip):
         return measured
@@ -52,7 +66,7 @@ def choose(
         suits = kernel.op.name == workload.op and kernel.platform == chip.platform
         if not suits or not kernel.requires <= chip.features or kernel.supports(workload):
             continue
-        if not kernel.preferred(workload):
+        if not (wherever_possible or kernel.preferred(workload)):
             continue
         return Choice(name, _frozen(kernel.default(workload, chip)))
     return None
@@ -80,12 +94,13 @@ def default_choices(
     catalogue: Mapping[str, Kernel],
     chip: ChipSpec,
     table: Table,
+    wherever_possible: bool = False,
 ) -> tuple[tuple[str, Choice], ...]:
     """Returns a plan's choices for every workload that the `traced` step functions contain.
 
     Each function takes an Ops and runs a step on abstract arrays; it is evaluated for shapes only.
     """
-    ops = ChoosingOps(catalogue, chip, table)
+    ops = ChoosingOps(catalogue, chip, table, wherever_possible)
     for function in traced:
         jax.eval_shape(lambda call=function: call(ops))
     return tuple(sorted(ops.choices.items()))

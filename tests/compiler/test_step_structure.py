@@ -29,7 +29,6 @@ from polyjax.compiler.program import (
 from polyjax.compiler.state import StateSpec
 from polyjax.core.buckets import Bucket
 from polyjax.core.chips import chip
-from polyjax.core.op import Kernel
 from polyjax.core.plan import Plan
 from tests import tiny_llama
 
@@ -54,19 +53,6 @@ IN_PLACE = {
 }
 
 
-class Preferred:
-    """A kernel that is taken wherever it can run, as a plan from a search may do."""
-
-    def __init__(self, kernel: Kernel):
-        self._kernel = kernel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def preferred(self, workload: Any) -> bool:
-        return True
-
-
 def spec(layers: int) -> StateSpec:
     sizes = {
         "vocab_size": 1024,
@@ -87,9 +73,9 @@ def lowered(kernels: str, batch: int, layers: int, kind: Kind) -> Any:
     """The step's StableHLO module for an H200, with every one of KERNELS that can run."""
     base, key = Plan(), ProgramKey(kind, Bucket(1, batch, 2))
     mesh = base.mesh.mesh()
-    catalogue: Any = {name: Preferred(CATALOGUE[name]) for name in KERNELS[kernels]}
+    catalogue = {name: CATALOGUE[name] for name in KERNELS[kernels]}
     call = abstract_call(ProgramRequest(spec(layers), base, key), mesh)
-    choices = default_choices([call], catalogue, H200, {})
+    choices = default_choices([call], catalogue, H200, {}, wherever_possible=True)
     plan = dataclasses.replace(base, choices=choices)
     here = mesh.abstract_mesh
     device = AbstractDevice(H200.name, H200.num_sms, "gpu")
