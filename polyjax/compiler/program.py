@@ -8,7 +8,7 @@ and comes back first in its results:
     DECODE_*        params kv last_tokens flat             kv last_tokens tokens[B] last_hidden[B,D]
     SAMPLE_*        head last_tokens hidden rows           last_tokens tokens[B]
     SAMPLE_FULL     head last_tokens sampling hidden rows mask      last_tokens sampling tokens[B]
-    SCORE           head hidden[R,D] targets[R]            scores[R,SCORE_COLUMNS]
+    SCORE           head hidden[R,D] targets[R] mask       scores[R,SCORE_COLUMNS]
     ADMIT           sampling slot row                      sampling
     READ_SCRATCH    kv                                     the scratch pages of every pool
     COPY_PAGES      kv from[G,R] to[G,R]                   kv
@@ -42,6 +42,7 @@ from polyjax.compiler.sampling import (
     scores,
     set_slot,
     store_tokens,
+    unpack_mask,
 )
 from polyjax.compiler.state import (
     StateAvals,
@@ -172,14 +173,25 @@ def _sample_full(
     return store_tokens(last_tokens, tokens, rows), sampling, tokens
 
 
-def _score(model: _Tracing, head: Any, hidden: Any, targets: Any) -> Any:
-    """Rows are taken in blocks, so that the logits of a long prompt never exist as a whole."""
+def _score(model: _Tracing, head: Any, hidden: Any, targets: Any, mask: Any) -> Any:
+    """Rows are taken in blocks, so that the logits of a long prompt never exist as a whole.
+
+    `mask` as in `sample_full`, [R,words] or [1,words]: what it excludes has no probability.
+    """
     params = model.head_params(head)
     rows = hidden.shape[0]
     block = next(size for size in range(min(rows, 64), 0, -1) if rows % size == 0)
-    one = lambda part: scores(model.logits(params, part[0]), part[1])  # noqa: E731
-    blocks = hidden.reshape(-1, block, hidden.shape[1]), targets.reshape(-1, block)
-    return jax.lax.map(one, blocks).reshape(rows, SCORE_COLUMNS)
+
+    def one(part: Any) -> Any:
+        hidden, targets, *own = part
+        logits = model.logits(params, hidden)
+        allowed = unpack_mask(own[0] if own else mask, logits.shape[1])
+        return scores(jnp.where(allowed, logits, -jnp.inf), targets)
+
+    parts = [hidden.reshape(-1, block, hidden.shape[1]), targets.reshape(-1, block)]
+    if mask.shape[0] == rows:
+        parts.append(mask.reshape(-1, block, mask.shape[1]))
+    return jax.lax.map(one, parts).reshape(rows, SCORE_COLUMNS)
 
 
 def _admit(_model: _Tracing, sampling: Any, slot: Any, row: Any) -> Any:
@@ -432,7 +444,8 @@ def _step_inputs(request: ProgramRequest, avals: StateAvals, replicated: Any) ->
             rows = key.bucket.sequences
             return [hidden(rows), ints(layout.sampler_size), ints(rows, spec.mask_words)]
         case Kind.SCORE:
-            return [hidden(key.bucket.tokens), ints(key.bucket.tokens)]
+            rows = key.bucket.tokens
+            return [hidden(rows), ints(rows), ints(*spec.score_mask_shape(rows))]
         case Kind.ADMIT:
             row = [
                 jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, sharding=replicated)

@@ -163,8 +163,9 @@ def _threshold(weights: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> 
 def scores(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Log-probability and rank of `targets` [M] and the best tokens of each row, as one array.
 
-    logits [M,V] float32, unmodified by sampling parameters -> int32 [M,SCORE_COLUMNS], floats as
-    their bits, so that one transfer brings it to the host. Rank 0 is the best token.
+    logits [M,V] float32, -inf where a grammar excludes a token and else as the model made them ->
+    int32 [M,SCORE_COLUMNS], floats as their bits, so that one transfer brings it to the host. Rank
+    0 is the best token.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     own = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)

@@ -17,6 +17,7 @@ from polyjax.core.mesh import ONE_DEVICE, MeshPlan, Placement
 from polyjax.core.model import KVGroup, ModelConfig
 
 MAX_LOGIT_BIAS = 300  # entries a request may have; the limit of OpenAI's API
+MAX_MASKED_ROWS = 1024  # more than sequences in a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,13 @@ class StateSpec:
     def mask_words(self) -> int:
         """int32 words of a mask over the vocabulary."""
         return -(-self.config.vocab_size // 32)
+
+    def score_mask_shape(self, rows: int) -> tuple[int, int]:
+        """Shape of the mask of a SCORE program: of each row, or one for all where there are many.
+
+        Sequences are few, and a grammar may constrain each; the many tokens of a prompt are free.
+        """
+        return (rows if rows <= MAX_MASKED_ROWS else 1), self.mask_words
 
 
 @dataclasses.dataclass(frozen=True)

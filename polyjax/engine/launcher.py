@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,11 +16,12 @@ from polyjax.engine.batch import BatchPacker
 from polyjax.engine.phases import PhaseClock
 from polyjax.engine.programs import PlanPrograms
 from polyjax.engine.sampling import (
+    grammar_mask,
     needs_slot_row,
     prompt_targets,
     read_scores,
     slot_row,
-    token_mask,
+    without_bans,
 )
 from polyjax.engine.sequence import SamplerKind, Sequence
 from polyjax.engine.state import DeviceState
@@ -132,17 +132,19 @@ class Launcher:
     def _sample(self, forwarded: RunningLaunch, programs: PlanPrograms) -> RunningLaunch:
         """Dispatches what follows the forward program: choosing tokens, and scores."""
         launch, tokens, hidden = forwarded.launch, forwarded.tokens, forwarded.hidden
+        allowed = grammar_mask(launch, self._state.spec.mask_words)
         missing = launch.sampler is SamplerKind.FULL or tokens is None
         if launch.sampler is not SamplerKind.NONE and missing:
-            tokens = self._tokens(launch, forwarded.flat, hidden, programs)
+            tokens = self._tokens(forwarded, allowed, programs)
         scores = prompt_scores = targets = None
         if launch.num_logprobs is not None:
             score = programs[ProgramKey(Kind.SCORE, Bucket(launch.bucket.sequences, 1, 0))]
-            scores = score(self._state.head, hidden, tokens)
+            scores = score(self._state.head, hidden, tokens, self._mask(launch, allowed))
         if launch.prompt_logprobs:
             targets = prompt_targets(launch)
             score = programs[ProgramKey(Kind.SCORE, Bucket(len(targets), 1, 0))]
-            prompt_scores = score(self._state.head, forwarded.all_hidden, targets)
+            mask = self._open_mask(self._state.spec.score_mask_shape(len(targets))[0])
+            prompt_scores = score(self._state.head, forwarded.all_hidden, targets, mask)
         for array in (tokens, scores, prompt_scores):
             if array is not None:
                 array.copy_to_host_async()
@@ -172,20 +174,24 @@ class Launcher:
         return RunningLaunch(launch, flat, hidden, tokens if sampled else None)
 
     def _tokens(
-        self, launch: Launch, flat: Int32Array, hidden: Any, programs: PlanPrograms
+        self, forwarded: RunningLaunch, allowed: Int32Array | None, programs: PlanPrograms
     ) -> jax.Array:
+        launch, flat, hidden = forwarded.launch, forwarded.flat, forwarded.hidden
         state, count = self._state, launch.bucket.sequences
         program = programs[ProgramKey(_SAMPLERS[launch.sampler], Bucket(1, count, 0))]
         rows = flat[: BatchLayout(launch.bucket, self._packer.num_groups).sampler_size]
         if launch.sampler is not SamplerKind.FULL:
             state.last_tokens, tokens = program(state.head, state.last_tokens, hidden, rows)
             return tokens
-        mask = token_mask(launch, state.spec.mask_words)
-        allowed = self._open_mask(count) if mask is None else mask
+        mask = self._mask(launch, without_bans(launch, state.spec.mask_words, allowed))
         state.last_tokens, state.sampling, tokens = program(
-            state.head, state.last_tokens, state.sampling, hidden, rows, allowed
+            state.head, state.last_tokens, state.sampling, hidden, rows, mask
         )
         return tokens
+
+    def _mask(self, launch: Launch, mask: Int32Array | None) -> jax.Array | Int32Array:
+        """What a program gets for `mask`, None allowing everything."""
+        return self._open_mask(launch.bucket.sequences) if mask is None else mask
 
     def _open_mask(self, count: int) -> jax.Array:
         """A mask that allows everything; stays on the device."""

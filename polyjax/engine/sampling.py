@@ -38,20 +38,31 @@ def slot_row(sequence: Sequence | None, vocab_size: int) -> SamplingState:
     return SamplingState(counts, seen, ids, values)
 
 
-def token_mask(launch: Launch, words: int) -> Int32Array | None:
-    """[B,words] int32, bit 1 allows a token: what grammars say of their rows, as of now, and all
-    but the stop tokens of rows below `min_tokens`.
+def grammar_mask(launch: Launch, words: int) -> Int32Array | None:
+    """[B,words] int32, bit 1 allows a token: what grammars say of their rows, as of now.
 
-    None where everything is allowed. A fresh array: a device transfer may still read the last one.
+    None where there are none. A fresh array: a device transfer may still read the last one.
     """
-    if not launch.constrained and not any(launch.bans_stop):
+    if not launch.constrained:
         return None
     mask = np.full((launch.bucket.sequences, words), -1, np.int32)
-    if launch.constrained:
-        for row, sequence in enumerate(launch.sequences):
-            ended = sequence.status is SequenceStatus.FINISHED
-            if sequence.constraint is not None and not ended:
-                mask[row] = sequence.constraint.mask
+    for row, sequence in enumerate(launch.sequences):
+        ended = sequence.status is SequenceStatus.FINISHED
+        if sequence.constraint is not None and not ended:
+            mask[row] = sequence.constraint.mask
+    return mask
+
+
+def without_bans(launch: Launch, words: int, allowed: Int32Array | None) -> Int32Array | None:
+    """`allowed` [B,words], None being everything, but for stop tokens of rows below `min_tokens`.
+
+    A copy where there are such rows.
+    """
+    if not any(launch.bans_stop):
+        return allowed
+    mask = np.full((launch.bucket.sequences, words), -1, np.int32)
+    if allowed is not None:
+        mask[:] = allowed
     bits = mask.view(np.uint32)
     for row, sequence in enumerate(launch.sequences):
         if launch.bans_stop[row]:
@@ -75,12 +86,15 @@ def prompt_targets(launch: Launch) -> Int32Array:
 def read_scores(
     scores: Int32Array, targets: SequenceOf[int], counts: SequenceOf[int]
 ) -> list[TokenLogprobs]:
-    """TokenLogprobs of the first rows of `compiler.sampling.scores`, with `counts` alternatives."""
+    """TokenLogprobs of the first rows of `compiler.sampling.scores`, with `counts` alternatives.
+
+    Fewer where a grammar leaves fewer.
+    """
     floats = scores.view(np.float32)
     result = []
     for row, (target, count) in enumerate(zip(targets, counts, strict=True)):
         ids = scores[row, 2 : 2 + count].tolist()
         values = floats[row, 2 + MAX_TOP_LOGPROBS :][:count].tolist()
-        top = list(zip(ids, values, strict=True))
+        top = [pair for pair in zip(ids, values, strict=True) if pair[1] != -np.inf]
         result.append(TokenLogprobs(target, float(floats[row, 0]), int(scores[row, 1]), top))
     return result

@@ -46,7 +46,8 @@ def _call_inactive(program: StepProgram, state: DeviceState) -> object:
                 mask,
             )
         case Kind.SCORE:
-            outputs = [program(state.head, hidden, np.zeros(rows, np.int32))]
+            mask = np.full(spec.score_mask_shape(rows), -1, np.int32)
+            outputs = [program(state.head, hidden, np.zeros(rows, np.int32), mask)]
         case Kind.ADMIT:
             neutral: SamplingState = jax.tree.map(
                 lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), state.sampling

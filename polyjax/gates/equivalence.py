@@ -235,20 +235,39 @@ class EquivalenceGate:
         count = min(candidate.key.bucket.tokens, reference.key.bucket.tokens)
         hidden = self._rng.standard_normal((count, self.spec.config.embed_dim))
         targets = self._rng.integers(0, self.spec.config.vocab_size, count)
-        found = self._score(candidate, hidden, targets)[:count]
+        mask = self._some_tokens(targets)
+        found = self._score(candidate, hidden, targets, mask)[:count]
         yield
-        wanted = self._score(reference, hidden, targets)[:count]
+        wanted = self._score(reference, hidden, targets, mask)[:count]
         bound = head_bound(self.spec)
         evidence |= {"rows": count, "bound": bound, "score_error": relative_error(found, wanted)}
         assert_close(found, wanted, bound, "log-probabilities")
 
-    def _score(self, program: StepProgram, hidden: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def _some_tokens(self, targets: np.ndarray) -> np.ndarray:
+        """[R,words] int32: a mask that allows half of the tokens, `targets` [R] among them."""
+        mask = self._rng.integers(0, 2**32, (len(targets), self.spec.mask_words), np.uint32)
+        mask[np.arange(len(targets)), targets // 32] |= np.uint32(1) << (targets % 32).astype(
+            np.uint32
+        )
+        return mask.view(np.int32)
+
+    def _score(
+        self,
+        program: StepProgram,
+        hidden: np.ndarray,
+        targets: np.ndarray,
+        mask: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """[R,1+K]: log-probabilities of the targets and of the best tokens, `mask` [R,words]."""
         rows = program.key.bucket.tokens
         padded = np.zeros((rows, hidden.shape[1]), np.dtype(self.spec.dtype))
         padded[: len(hidden)] = hidden
         ids = np.zeros(rows, np.int32)
         ids[: len(targets)] = targets
-        scores = np.asarray(program(self._state.head, padded, ids)).view(np.float32)
+        allowed = np.full(self.spec.score_mask_shape(rows), -1, np.int32)
+        if mask is not None and len(allowed) == rows:
+            allowed[: len(mask)] = mask
+        scores = np.asarray(program(self._state.head, padded, ids, allowed)).view(np.float32)
         known = min(MAX_TOP_LOGPROBS, self.spec.config.vocab_size)
         return scores[:, [0, *range(2 + MAX_TOP_LOGPROBS, 2 + MAX_TOP_LOGPROBS + known)]]
 

@@ -128,7 +128,8 @@ def _run_head(program: StepProgram, request: ProgramRequest, state: SmallState) 
     hidden = rng.standard_normal((count, spec.config.embed_dim)).astype(np.dtype(spec.dtype))
     if key.kind is Kind.SCORE:
         targets = rng.integers(0, spec.config.vocab_size, count).astype(np.int32)
-        scores = np.asarray(program(state.head, hidden, targets)).view(np.float32)
+        mask = np.full(spec.score_mask_shape(count), -1, np.int32)
+        scores = np.asarray(program(state.head, hidden, targets, mask)).view(np.float32)
         assert np.isfinite(scores[:, :1]).all(), "a log-probability is not finite"
         return
     space, bucket = ScratchSpace(spec), Bucket(1, count, 1)

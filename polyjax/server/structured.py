@@ -2,8 +2,8 @@
 
 Three spellings mean the same: OpenAI's `response_format`, vLLM's `structured_outputs`, and its
 older `guided_*` fields. JSON is written without white space between its parts, whatever `strict`
-says. Log-probabilities stay those of the model among all tokens, allowed or not; vLLM reports them
-among the allowed ones.
+says. Log-probabilities are those among the allowed tokens, before any other sampling parameter: so
+has vLLM them by default, whose raw_logprobs follow the grammar's mask.
 """
 
 from __future__ import annotations

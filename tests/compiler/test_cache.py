@@ -36,7 +36,8 @@ def call(program: StepProgram) -> np.ndarray:
     by_shape = {p.shape: p for p in head}
     args = [by_shape[a.shape] for a in jax.tree.leaves(program.executable.args_info)[:2]]
     hidden = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    return np.asarray(program(tuple(args), hidden, np.arange(4, dtype=np.int32)))
+    mask = np.full(tiny_llama.spec().score_mask_shape(4), -1, np.int32)
+    return np.asarray(program(tuple(args), hidden, np.arange(4, dtype=np.int32), mask))
 
 
 def test_a_hit_computes_the_same_without_tracing(cache: ProgramCache, program: StepProgram) -> None:

@@ -154,6 +154,30 @@ def test_mixed_traffic_leaves_each_row_its_own(engine: Engine, compiler: Grammar
         assert_greedy_within(engine, compiler, request, streams[request.id].tokens)
 
 
+def test_log_probabilities_are_those_of_what_is_allowed(
+    engine: Engine, compiler: GrammarCompiler
+) -> None:
+    """As vLLM's: the others have none. A free row beside has them for all tokens."""
+    params = constrained(LETTERS, logprobs=8, temperature=1.0, seed=4, frequency_penalty=0.5)
+    bound, free = Request("b", prompt(6), params), Request("f", prompt(7), greedy(9, logprobs=20))
+    streams = run(engine, [bound, free])
+    for request in (bound, free):
+        tokens = streams[request.id].tokens
+        logits = tiny_llama.plain_logits(engine.state.params, request.prompt_token_ids + tokens)
+        entries = [e for output in streams[request.id].outputs for e in output.logprobs or []]
+        assert [entry.token_id for entry in entries] == tokens
+        for index, entry in enumerate(entries):
+            row = logits[len(request.prompt_token_ids) - 1 + index].astype(np.float64)
+            near = 4 * logit_bound(row)  # its own logit, and a mean over others
+            if request is bound:
+                row = np.where(allowed_after(compiler, LETTERS, tokens[:index]), row, -np.inf)
+            wanted = row - np.log(np.exp(row).sum())
+            assert abs(entry.logprob - wanted[entry.token_id]) <= near
+            kept = np.sort(wanted[np.isfinite(wanted)])[::-1][: len(entry.top)]
+            assert len(entry.top) == (min(8, np.isfinite(wanted).sum()) if request is bound else 20)
+            assert np.abs(kept - [value for _, value in entry.top]).max() <= near
+
+
 def test_constrained_rows_are_in_every_step(engine: Engine) -> None:
     """The mask of a step is made while its forward program runs: none waits for a step."""
     steps: dict[str, list[int]] = {"bound-0": [], "bound-1": [], "free": []}

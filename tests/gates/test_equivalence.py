@@ -92,6 +92,17 @@ def test_a_program_equals_itself(
     assert (np.asarray(state.sampling.output_counts)[: SPEC.num_slots] == 0).all()
 
 
+def test_scores_that_ignore_their_mask_are_refused(
+    programs: dict[ProgramKey, StepProgram], state: DeviceState
+) -> None:
+    def unmasked(run: Any, *args: Any) -> Any:
+        return run(*args[:-1], np.full_like(args[-1], -1))
+
+    verdict = check(programs, state, wrapped(programs[SCORE], unmasked))
+    assert not verdict.passed
+    assert "log-probabilities" in verdict.reason
+
+
 def scaled_weights(run: Any, params: Any, *rest: Any) -> Any:
     return run((*params[:3], params[3] * 1.02, *params[4:]), *rest)
 
@@ -151,9 +162,9 @@ def second_best(run: Any, *args: Any) -> Any:
     return *rest, (tokens + 1) % tiny_llama.VOCAB
 
 
-def scores_halved(run: Any, head: Any, hidden: Any, targets: Any) -> Any:
+def scores_halved(run: Any, head: Any, hidden: Any, *rest: Any) -> Any:
     bits = jax.lax.bitcast_convert_type
-    scores = run(head, hidden, targets)
+    scores = run(head, hidden, *rest)
     own = bits(bits(scores[:, 0], jnp.float32) * 0.5, jnp.int32)
     return scores.at[:, 0].set(own)
 
