@@ -4,16 +4,22 @@ The host writes through `BatchLayout.split` of a numpy array, a step program rea
 of the traced one (slices and reshapes only). Floats travel as their bits:
 `jax.lax.bitcast_convert_type(batch.sampling_floats, jnp.float32)` on the device,
 `.view(np.float32)` on the host. Seeds are uint32 in int32 bits.
+
+Fields, and what a kernel may be given of one (a KV group's page table, a column of sampling
+parameters), begin at multiples of ALIGNMENT_WORDS: XLA on a GPU passes a contiguous slice to a
+kernel as a pointer into the array, and Mosaic GPU refuses pointers that are less aligned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyjax.core.buckets import Bucket
 
+ALIGNMENT_WORDS = 64  # 256 bytes
 FROM_SLOT = 1  # the row's one token is the slot's last sampled token, not tokens[row, 0]
 SAMPLES = 2  # a token is sampled after the row's last token, and becomes the slot's last token
 BANS_STOP = 4  # the sequence's stop tokens must not be sampled yet (min_tokens)
@@ -81,31 +87,46 @@ class BatchLayout:
     @property
     def sampler_size(self) -> int:
         """Length of the leading part that holds the fields of a row, all a sampler reads."""
-        return self.bucket.sequences * (5 + len(SAMPLING_FLOATS) + len(SAMPLING_INTS))
+        return self._length(self.shapes[:_ROW_FIELDS])
 
     @property
     def size(self) -> int:
         """Length of the flat array."""
-        return sum(math.prod(shape) for shape in self.shapes)
+        return self._length(self.shapes)
 
     def split_rows(self, rows: Any) -> PackedBatch:
         """The fields of the leading `sampler_size` entries; the remaining fields are None."""
-        fields: list[Any] = [None] * len(PackedBatch._fields)
-        offset = 0
-        for index, shape in enumerate(self.shapes):
-            end = offset + math.prod(shape)
-            if end > self.sampler_size:
-                break
-            fields[index] = rows[offset:end].reshape(shape)
-            offset = end
-        return PackedBatch(*fields)
+        fields = self._views(rows, _ROW_FIELDS)
+        return PackedBatch(*fields, *[None] * (len(PackedBatch._fields) - _ROW_FIELDS))
 
     def split(self, flat: Any) -> PackedBatch:
         """The fields of a flat array [size]: views of a numpy array, slices of a traced one."""
-        fields = []
+        return PackedBatch(*self._views(flat, len(PackedBatch._fields)))
+
+    def _length(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        blocks = zip(PackedBatch._fields, shapes, strict=False)
+        return sum(math.prod(_blocks(name, shape)) for name, shape in blocks)
+
+    def _views(self, flat: Any, count: int) -> list[Any]:
+        views = []
         offset = 0
-        for shape in self.shapes:
-            end = offset + math.prod(shape)
-            fields.append(flat[offset:end].reshape(shape))
+        for name, shape in zip(PackedBatch._fields[:count], self.shapes[:count], strict=True):
+            blocks, stride = _blocks(name, shape)
+            end = offset + blocks * stride
+            inner = math.prod(shape) // blocks
+            parts = flat[offset:end].reshape(blocks, stride)[:, :inner]
+            views.append(parts.T if name in _BY_COLUMN else parts.reshape(shape))
             offset = end
-        return PackedBatch(*fields)
+        return views
+
+
+_ROW_FIELDS = PackedBatch._fields.index("tokens")
+_BY_COLUMN = ("sampling_floats", "sampling_ints")
+_BY_GROUP = ("page_tables", "first_pages")
+
+
+def _blocks(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(separately aligned parts of a field, words from one part to the next)."""
+    parts = shape[1] if name in _BY_COLUMN else shape[0] if name in _BY_GROUP else 1
+    words = math.prod(shape) // parts
+    return parts, -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS

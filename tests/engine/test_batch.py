@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from polyjax.core.batch_layout import (
+    ALIGNMENT_WORDS,
     BANS_STOP,
     FROM_SLOT,
     SAMPLES,
@@ -65,13 +67,22 @@ class Packing:
         return self.packer.layout(launch.bucket).split(self.packer.pack(launch))
 
 
-def test_layout_covers_the_array_once() -> None:
-    layout = BatchLayout(Bucket(3, 4, 5), num_groups=2)
+@pytest.mark.parametrize("bucket", [Bucket(3, 4, 5), Bucket(1, 1, 1), Bucket(1, 70, 65)])
+def test_fields_are_disjoint_aligned_views(bucket: Bucket) -> None:
+    layout = BatchLayout(bucket, num_groups=2)
     flat = np.arange(layout.size, dtype=np.int32)
     fields = layout.split(flat)
     assert [field.shape for field in fields] == list(layout.shapes)
-    assert np.array_equal(np.concatenate([field.reshape(-1) for field in fields]), flat)
     assert all(np.shares_memory(field, flat) for field in fields), "the host writes through views"
+    words = np.concatenate([field.reshape(-1) for field in fields])
+    assert len(set(words.tolist())) == len(words), "two fields share a word"
+    rows = layout.split_rows(flat[: layout.sampler_size])
+    assert all(np.array_equal(a, b) for a, b in zip(rows, fields, strict=True) if a is not None)
+
+    starts = [*fields[:5], *fields.sampling_floats.T, *fields.sampling_ints.T, fields.tokens]
+    starts += [*fields.page_tables, *fields.first_pages]
+    firsts = [int(part.reshape(-1)[0]) for part in starts]
+    assert all(first % ALIGNMENT_WORDS == 0 for first in firsts), "kernels get pointers to these"
 
 
 def test_device_reads_what_the_host_wrote() -> None:
