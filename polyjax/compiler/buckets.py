@@ -32,7 +32,11 @@ class LadderPolicy:
 
 CPU_POLICY = LadderPolicy((1, 2, 4, 8), 0, 0, (32, 128, 512), grouped=False)
 ACCELERATOR_POLICY = LadderPolicy(
-    (1, 2, 4, 8, 16, 32, 64, 128), 1024, 4, (128, 512, 2048, 8192), grouped=True
+    (1, 2, 4, 8, 16, 32, 64, 128),
+    1024,
+    4,
+    (128, 256, 512, 1024, 2048, 4096, 8192),  # a prompt is compute-bound there: padding is time
+    grouped=True,
 )
 
 

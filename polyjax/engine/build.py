@@ -77,7 +77,7 @@ class PlatformDefaults:
 
 
 CPU_DEFAULTS = PlatformDefaults(16, 512, 16, 2, 0)
-ACCELERATOR_DEFAULTS = PlatformDefaults(256, 8192, 64, 4, 3)
+ACCELERATOR_DEFAULTS = PlatformDefaults(256, 8192, 64, 8, 3)
 
 
 def platform_defaults(platform: str) -> PlatformDefaults:
