@@ -348,6 +348,7 @@ class Engine:
             sleep_level=self.sleeper.level,
             tune=self.leases.to_json(),
             phase_us=dict(self.phases.average_us),
+            phase_s=dict(self.phases.total_s),
         )
 
     def _make_scheduler(self, sizing: build.Sizing, model: build.OpenedModel) -> Scheduler:

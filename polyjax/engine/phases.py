@@ -1,4 +1,4 @@
-"""Where a step's host time goes, as a moving average per phase in microseconds."""
+"""Where the time of the engine's loop goes, by phase: moving averages of a step, and sums."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ _WEIGHT = 0.05  # of the newest step: a phase's figure forgets within about 20 s
 
 
 class PhaseClock:
-    """`mark` adds the time since the last mark to a phase; `end_step` folds a step's sums in."""
+    """`mark` adds the time since the last mark to a phase; `end_step` folds a step's sums in.
+
+    `average_us` is of recent steps, `total_s` of all.
+    """
 
     def __init__(self) -> None:
         self.average_us: dict[str, float] = {}
+        self.total_s: dict[str, float] = {}
         self._sums_s: dict[str, float] = {}
         self._last_s = time.perf_counter()
 
@@ -26,5 +30,6 @@ class PhaseClock:
 
     def end_step(self) -> None:
         for phase, seconds in self._sums_s.items():
+            self.total_s[phase] = self.total_s.get(phase, 0.0) + seconds
             before = self.average_us.get(phase, seconds * 1e6)
             self.average_us[phase] = before + _WEIGHT * (seconds * 1e6 - before)

@@ -23,7 +23,13 @@ from polyjax.core.lifetime import kill_when_parent_ends, parent_pipe, watch_pare
 from polyjax.engine import messages
 from polyjax.engine.messages import ToEngine
 from polyjax.engine.scripted import Script, ScriptedEngine
-from polyjax.engine.types import EngineConfig, EngineLike, Request, RequestOutput
+from polyjax.engine.types import (
+    EngineConfig,
+    EngineLike,
+    EngineStats,
+    Request,
+    RequestOutput,
+)
 
 HEARTBEAT_S = 0.25
 EXIT_REFUSED = 78  # EX_CONFIG of <sysexits.h>: this model or these flags cannot be served
@@ -95,6 +101,7 @@ class EngineServer:
         self._owners: dict[str, bytes] = {}
         self._is_stopping = False
         self._next_heartbeat_s = 0.0
+        self._send_s = 0.0
 
     def run(self, early: list[tuple[bytes, ToEngine]]) -> None:
         """Serves until a `Stop` arrives. `early` came before the engine was ready."""
@@ -120,7 +127,7 @@ class EngineServer:
             case messages.Admin():
                 reply = self._admin(message)
                 # Before the reply: who has it may rely on what the command changed.
-                self._channel.broadcast(messages.Heartbeat(self._engine.stats()))
+                self._channel.broadcast(messages.Heartbeat(self._stats()))
                 self._channel.send(client, reply)
             case messages.Hello():
                 self._channel.send(client, messages.Ready(self._engine.info))
@@ -156,6 +163,7 @@ class EngineServer:
         return messages.AdminReply(message.call_id, {}, reason, param, status)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
+        started_s = time.perf_counter()
         by_client: defaultdict[bytes, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             client = self._owners.get(output.request_id)
@@ -166,12 +174,18 @@ class EngineServer:
                 del self._owners[output.request_id]
         for client, mine in by_client.items():
             self._channel.send(client, messages.pack_outputs(mine))
+        self._send_s += time.perf_counter() - started_s
+
+    def _stats(self) -> EngineStats:
+        """The engine's, with the time that this process takes to send what the engine makes."""
+        stats = self._engine.stats()
+        return dataclasses.replace(stats, phase_s={**stats.phase_s, "send": self._send_s})
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now >= self._next_heartbeat_s:
             self._next_heartbeat_s = now + HEARTBEAT_S
-            self._channel.broadcast(messages.Heartbeat(self._engine.stats()))
+            self._channel.broadcast(messages.Heartbeat(self._stats()))
 
 
 def build_engine(launch: Launch, progress: ReportProgress) -> EngineLike:

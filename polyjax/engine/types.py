@@ -268,7 +268,8 @@ class EngineInfo:
 class EngineStats:
     """Counters (monotonic) and gauges of an engine, sampled between steps.
 
-    `sleep_level` is 0 exactly while it is awake.
+    `sleep_level` is 0 exactly while it is awake. `phase_us` is a step's time by phase, of late;
+    `phase_s` is all the time that the engine process has spent, by phase.
     """
 
     step: int = 0
@@ -293,6 +294,7 @@ class EngineStats:
     sleep_level: int = 0
     tune: dict[str, Any] = dataclasses.field(default_factory=dict)
     phase_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    phase_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class EngineLike(Protocol):

@@ -36,6 +36,7 @@ class Times:
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    detokenise_s: float = 0.0  # no moment, but all the time spent on making text
 
 
 class Choice:
@@ -72,6 +73,11 @@ class Choice:
     def push(self, output: RequestOutput) -> list[Delta]:
         """Returns a delta per token, up to the one that ends the choice."""
         now = time.monotonic()
+        deltas = self._push(output, now)
+        self.times.detokenise_s += time.monotonic() - now
+        return deltas
+
+    def _push(self, output: RequestOutput, now: float) -> list[Delta]:
         if self.num_tokens == 0:
             self.times.first_token_s = now
             self.times.scheduled_s = output.scheduled_s

@@ -95,8 +95,8 @@ async def _answer(
     service.num_open += 1
     try:
         raw = await read_body(scope, receive, service.config.max_body_bytes)
-        prepared = await off_loop(raw, prepare, model, raw)
-        metrics.on_request(prepared.params.n, prepared.params.max_tokens)
+        prepared, seconds = await off_loop(raw, _timed, prepare, model, raw)
+        metrics.on_request(prepared.params.n, prepared.params.max_tokens, seconds)
         generation = prepared.generation(
             service.client, model, metrics.on_token, metrics.on_finished
         )
@@ -106,6 +106,12 @@ async def _answer(
             await _send_answer(generation, prepared, head, send)
     finally:
         service.num_open -= 1
+
+
+def _timed(prepare: Prepare, model: ServedModel, raw: bytes) -> tuple[Prepared, float]:
+    """Returns what `prepare` does, and the seconds it took."""
+    started_s = time.perf_counter()
+    return prepare(model, raw), time.perf_counter() - started_s
 
 
 async def _send_answer(generation: Generation, prepared: Prepared, head: Head, send: Send) -> None:

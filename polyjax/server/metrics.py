@@ -8,6 +8,7 @@ in PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 from prometheus_client import (
@@ -80,6 +81,22 @@ class Metrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
+        self._http_cpu = Counter(
+            "polyjax_http_cpu_seconds",
+            "Processor time of the HTTP processes.",
+            list(self._labels),
+            registry=self._registry,
+        ).labels(**self._labels)
+        http_phase = Counter(
+            "polyjax_http_phase_seconds",
+            "Part of it that requests took to be checked and tokenised, and answers to be made "
+            "text, by phase; counted when they are.",
+            [*self._labels, "phase"],
+            registry=self._registry,
+        )
+        self._tokenise = http_phase.labels(**self._labels, phase="tokenise")
+        self._detokenise = http_phase.labels(**self._labels, phase="detokenise")
+        self._counted_cpu_s = time.process_time()
         self._engine_registry = CollectorRegistry()
         self._engine_registry.register(EngineCollector(prefix, self._labels, info, client))
 
@@ -92,7 +109,9 @@ class Metrics:
             registry=self._registry,
         ).labels(**self._labels)
 
-    def on_request(self, n: int, max_tokens: int | None) -> None:
+    def on_request(self, n: int, max_tokens: int | None, tokenise_s: float) -> None:
+        """`tokenise_s` is how long it took to check and tokenise the request."""
+        self._tokenise.inc(tokenise_s)
         self._n.observe(n)
         if max_tokens is not None:
             self._max_tokens.observe(max_tokens)
@@ -107,6 +126,7 @@ class Metrics:
 
     def on_finished(self, choice: Choice) -> None:
         times, tokens = choice.times, choice.num_tokens
+        self._detokenise.inc(times.detokenise_s)
         decode_s = times.last_token_s - times.first_token_s
         self._success.labels(**self._labels, finished_reason=choice.finish_reason).inc()
         self._end_to_end.observe(times.last_token_s - times.arrival_s)
@@ -124,6 +144,12 @@ class Metrics:
     def on_iteration(self, tokens: int) -> None:
         """Tokens of a step, sampled at each heartbeat."""
         self._iteration.observe(tokens)
+
+    def count_cpu(self) -> None:
+        """Adds what processor time this process has taken since the last call."""
+        now_s = time.process_time()
+        self._http_cpu.inc(now_s - self._counted_cpu_s)
+        self._counted_cpu_s = now_s
 
     def render(self) -> bytes:
         """The exposition text of all HTTP processes together."""
@@ -196,6 +222,14 @@ class EngineCollector(Collector):
         for phase, duration_us in sorted(stats.phase_us.items()):
             phases.add_metric([*self._labels.values(), phase], duration_us)
         yield phases
+        spent = CounterMetricFamily(
+            "polyjax_phase_seconds",
+            "Time of the engine's loop by phase; readback is waiting for the device.",
+            labels=[*self._labels, "phase"],
+        )
+        for phase, total_s in sorted(stats.phase_s.items()):
+            spent.add_metric([*self._labels.values(), phase], total_s)
+        yield spent
         yield self._gauge("polyjax_plan_info", "Digest in force.", 1, digest=stats.plan_digest)
         weights = {"path": stats.weights_path, "digest": stats.weights_digest}
         yield self._gauge("polyjax_weights_info", "Weights in force.", 1, **weights)

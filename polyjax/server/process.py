@@ -148,7 +148,7 @@ class HttpServer:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            self.service.sample_iteration()
+            self.service.sample()
 
 
 class _Uvicorn(uvicorn.Server):

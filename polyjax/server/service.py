@@ -153,10 +153,13 @@ class Service:
             await asyncio.sleep(0.02)
         return not self.num_open
 
-    def sample_iteration(self) -> None:
-        """Observes the engine's latest step, if it is another one than last time."""
+    def sample(self) -> None:
+        """Observes this process, and the engine's latest step if it is another one than before."""
+        if self.metrics is None:
+            return
+        self.metrics.count_cpu()
         stats = self.client.stats
-        if self.metrics is not None and stats.step != self._last_step:
+        if stats.step != self._last_step:
             self._last_step = stats.step
             self.metrics.on_iteration(stats.iteration_tokens)
 

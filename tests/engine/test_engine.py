@@ -49,6 +49,8 @@ def test_mixed_batches_chunked_prompts_and_preemption(engine: Engine) -> None:
     assert after.generation_tokens - before.generation_tokens == 60 * len(lengths)
     assert after.kv_usage == 0.0
     assert set(after.phase_us) == {"schedule", "pack", "dispatch", "readback", "commit"}
+    assert set(after.phase_s) == set(after.phase_us)
+    assert all(after.phase_s[phase] > before.phase_s.get(phase, 0.0) for phase in after.phase_s)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 24, 25])

@@ -37,6 +37,9 @@ OWN = {
     "polyjax_retraces_after_ready": "counter",
     "polyjax_plan_epoch": "gauge",
     "polyjax_phase_us": "gauge",
+    "polyjax_phase_seconds": "counter",
+    "polyjax_http_cpu_seconds": "counter",
+    "polyjax_http_phase_seconds": "counter",
 }
 
 
@@ -77,6 +80,23 @@ def test_figures(server: Server) -> None:
         return (prompt, value("generation_tokens_total") - generated_before) >= (8, 10)
 
     wait_for(counted, "the heartbeat to bring the engine's counts")
+
+
+def test_time_spent_is_counted_by_phase(server: Server) -> None:
+    def spent() -> list[float]:
+        phases = ("tokenise", "detokenise")
+        return [
+            *(server.metric("polyjax_http_phase_seconds_total", phase=phase) for phase in phases),
+            server.metric("polyjax_http_cpu_seconds_total"),
+            server.metric("polyjax_phase_seconds_total", phase="send"),
+        ]
+
+    server.complete("warm", max_tokens=1)
+    before = spent()
+    server.complete("abc" * 200, max_tokens=200)
+    wait_for(
+        lambda: all(b > a for a, b in zip(before, spent(), strict=True)), "every phase to grow"
+    )
 
 
 def test_borders_of_histograms(server: Server) -> None:
