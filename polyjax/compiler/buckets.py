@@ -39,6 +39,12 @@ ACCELERATOR_POLICY = LadderPolicy(
     grouped=True,
 )
 
+LIVE_PAGES_POLICY = dataclasses.replace(
+    ACCELERATOR_POLICY, first_context_tokens=4096, context_factor=8
+)
+"""Where every attention reads live pages only, a wide page table costs its transfer: 64 columns for
+256 rows are 64 KiB a step, 2,048 columns would be 2 MiB."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LadderLimits:

@@ -21,7 +21,10 @@ Table = Mapping[str, Choice]
 
 
 class ChoosingOps(Ops):
-    """Records a choice for every workload it meets; computes shapes by the references."""
+    """Records a choice for every workload it meets; computes shapes by the references.
+
+    `unchosen` are those that no kernel takes; composite ones were looked into.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class ChoosingOps(Ops):
     ):
         super().__init__({}, catalogue)
         self.choices: dict[str, Choice] = {}
+        self.unchosen: set[Workload] = set()
         self._chip = chip
         self._table = table
         self._wherever_possible = wherever_possible
@@ -43,6 +47,7 @@ class ChoosingOps(Ops):
         choice = choose(workload, self._catalogue, self._chip, self._table, self._wherever_possible)
         compute = reference or op.reference
         if choice is None:
+            self.unchosen.add(workload)
             return compute(self, *args, **static)
         self.choices[workload.key] = choice
         return compute(Ops({}, {}), *args, **static)

@@ -27,13 +27,12 @@ from polyjax.compiler.buckets import (
     derive_ladder,
 )
 from polyjax.compiler.cache import ProgramCache, default_cache_dir
-from polyjax.compiler.choose import default_choices
+from polyjax.compiler.default_plan import PlanSubject, default_plan
 from polyjax.compiler.program import (
     Kind,
     ProgramKey,
     ProgramRequest,
     StepProgram,
-    abstract_call,
     compile_program,
     expected_abi,
     program_keys,
@@ -206,10 +205,13 @@ def _step_bytes(request: PoolRequest, device: Any) -> int:
 # -- the plan --------------------------------------------------------------------------------
 
 
-def initial_plan(config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, device: Any) -> Plan:
+def initial_plan(
+    config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, device: Any, cache: ProgramCache
+) -> Plan:
     """The plan that --plan names: "default", "reference" or a JSON file.
 
-    Raises ConfigError for a file that is no plan or whose mesh is not the flags'.
+    Default plans are kept beside the programs of `cache`. Raises ConfigError for a file that is
+    no plan or whose mesh is not the flags'.
     """
     if config.plan == "reference":
         return Plan(mesh=mesh_plan)
@@ -219,14 +221,11 @@ def initial_plan(config: EngineConfig, sizing: Sizing, mesh_plan: MeshPlan, devi
     # Of a chip that is not described nothing is known to be legal: references serve it.
     if target is None or all(kernel.platform != target.platform for kernel in CATALOGUE.values()):
         return Plan(mesh=mesh_plan)
-    spec = sizing.spec
-    mesh = mesh_plan.mesh()
-    base = Plan(mesh=mesh_plan)
-    keys = program_keys(engine_ladder(config, sizing, base, device), fused_gumbel=True)
-    traced = [abstract_call(ProgramRequest(spec, base, key), mesh) for key in keys]
     table = tuning_table(config, device.device_kind)
-    choices = default_choices(traced, CATALOGUE, target, table)
-    return dataclasses.replace(base, choices=choices)
+    subject = PlanSubject(
+        *(sizing.spec, _ladder_limits(sizing), config.max_programs, mesh_plan, target, table)
+    )
+    return default_plan(subject, cache.directory)
 
 
 def tuning_table(config: EngineConfig, device_kind: str) -> dict[str, Choice]:
@@ -241,13 +240,19 @@ def engine_ladder(config: EngineConfig, sizing: Sizing, plan: Plan, device: Any)
     """The plan's ladder, or one derived from the limits."""
     if plan.ladder is not None:
         return plan.ladder
-    limits = LadderLimits(
-        sizing.limits.max_num_seqs,
-        sizing.limits.max_num_batched_tokens,
-        sizing.limits.max_model_len,
+    return derive_ladder(
+        _ladder_limits(sizing), ladder_policy(device.platform), config.max_programs
+    )
+
+
+def _ladder_limits(sizing: Sizing) -> LadderLimits:
+    limits = sizing.limits
+    return LadderLimits(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
         sizing.spec.page_size,
     )
-    return derive_ladder(limits, ladder_policy(device.platform), config.max_programs)
 
 
 def ladder_policy(platform: str) -> LadderPolicy:

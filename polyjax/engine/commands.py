@@ -162,8 +162,11 @@ def _observed_ladder(engine: Engine, most: int) -> BucketLadder:
     allowed = LadderLimits(
         current.max_num_seqs, current.max_num_batched_tokens, current.max_model_len, page_size
     )
+    policy = build.ladder_policy(engine.source.platform)
+    if len({bucket.pages for bucket in engine.programs.current.ladder.decode}) == 1:
+        policy = dataclasses.replace(policy, context_factor=0)
     try:
-        return ladder_for(counts, allowed, build.ladder_policy(engine.source.platform), most)
+        return ladder_for(counts, allowed, policy, most)
     except ConfigError as error:
         raise RequestError(str(error), "max_programs", 409) from error
 

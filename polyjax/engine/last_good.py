@@ -95,6 +95,6 @@ def first_programs(
                 return source.build(plan, ladder, progress, compiler)
             except Exception:
                 log.exception("the last good plan %s cannot be used", plan.digest)
-    plan = build.initial_plan(config, sizing, mesh_plan, device)
+    plan = build.initial_plan(config, sizing, mesh_plan, device, source.cache)
     ladder = build.engine_ladder(config, sizing, plan, device)
     return source.build(plan, ladder, progress, compiler)
