@@ -12,6 +12,7 @@ import jax
 
 from polyjax.compiler.cache import source_digest
 from polyjax.core.chips import chip
+from polyjax.core.op import Workload
 from polyjax.core.plan import Plan
 from polyjax.engine.build import open_served_model
 from polyjax.engine.types import EngineConfig
@@ -20,7 +21,7 @@ from search import mesh
 from search.compile_jobs import OpCandidate
 from search.cost.mesh import MeshCost
 from search.environment import facts
-from search.op_bench import OpBench, OpSetup
+from search.op_bench import OpBench, OpSetup, describe_chain
 from search.plan_bench import PlanBench, PlanSetup, describe
 from search.traffic import TrafficSpec
 
@@ -36,6 +37,11 @@ def open_bench(name: str, setup: PlanSetup | OpSetup) -> str:
     _benches.clear()  # its arrays go before the next one's come
     _benches[name] = PlanBench(setup) if isinstance(setup, PlanSetup) else OpBench(setup)
     return _pickled(_benches[name].opened)
+
+
+def describe_workload(workload: Workload) -> str:
+    """Returns pickled (device kind, ChainSpec, avals): a bench of the workload opens with these."""
+    return _pickled((jax.devices()[0].device_kind, *describe_chain(workload)))
 
 
 def describe_model(config: EngineConfig) -> str:

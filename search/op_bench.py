@@ -21,7 +21,7 @@ from polyjax.gates.inputs import Case, make_case, rng_of
 from polyjax.gates.op_bounds import truth
 from polyjax.gates.registry import judge_op
 from polyjax.gates.settings import Settings
-from polyjax.gates.trial import OpTrial, judge_results
+from polyjax.gates.trial import KnownResults, OpTrial
 from search.chains import ChainSpec, chain_arguments, plan_chain
 from search.compile_jobs import OpCandidate, load_op, op_function
 from search.environment import facts
@@ -77,21 +77,11 @@ class OpBench:
         self._device = jax.devices()[0]
         self._settings = Settings.now()
         self._case = _timed_case(setup.workload, setup.seed)
-        self._truth: Any = None
-        args = self._case.args
-        avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-        static = dict(setup.workload.static)
-        op = OPS[setup.workload.op]
-        results = jax.eval_shape(lambda *a: op.reference(REFERENCE, *a, **static), *avals)
-        on_cpu = self._device.platform == "cpu"
-        cold = CPU_COLD_BYTES if on_cpu else COLD_BYTES
-        self._spec = plan_chain(avals, jax.tree.leaves(results), cold)
-        self._arguments = chain_arguments(args, self._spec)
-        chain_avals = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._arguments
-        )
+        self._known = KnownResults(self._case, truth(self._case))
+        spec, avals = chain_of(self._case, self._device.platform)
+        self._arguments = chain_arguments(self._case.args, spec)
         kind, platform = self._device.device_kind, self._device.platform
-        self.opened = OpenedOp(kind, platform, facts(self._device), self._spec, chain_avals)
+        self.opened = OpenedOp(kind, platform, facts(self._device), spec, avals)
         self._incumbents: dict[str, tuple[ChainArm, dict[str, Any]]] = {}
 
     def measure(self, path: str, incumbent: str) -> dict[str, Any]:
@@ -101,9 +91,7 @@ class OpBench:
         evidence: dict[str, Any] = {}
         try:
             results = on_host(jax.block_until_ready(arm.run("op")))
-            evidence["worst_error_over_bound"] = judge_results(
-                self._case, results, self._known_truth()
-            )
+            evidence["worst_error_over_bound"] = self._known.judge(results)
         except GateFailure as failure:
             return _rejected(str(failure), {"gate": _clock() - begun})
         gated_s = _clock() - begun
@@ -152,11 +140,6 @@ class OpBench:
         judged = of_kernel(kernel, schedule, candidate.workload, target, interpreted)
         return dataclasses.replace(judged, pallas=candidate.kernel in CATALOGUE)
 
-    def _known_truth(self) -> Any:
-        if self._truth is None:
-            self._truth = truth(self._case)
-        return self._truth
-
     def _incumbent(self, path: str) -> tuple[ChainArm, dict[str, Any]]:
         """The incumbent's chain and the A/A run of two copies of it, made once."""
         if path not in self._incumbents:
@@ -199,6 +182,24 @@ class _CompiledTrial(OpTrial):
             compiled = None if built is None else jax.jit(built, compiler_options=self._options)
             self._functions[workload] = compiled
         return self._functions[workload]
+
+
+def chain_of(case: Case, platform: str) -> tuple[ChainSpec, Any]:
+    """Returns how calls of a case are chained on a platform, and the avals of the chain."""
+    avals = jax.tree.map(_aval, case.args)
+    results = jax.eval_shape(lambda *a: case.op.reference(REFERENCE, *a, **case.static), *avals)
+    cold = CPU_COLD_BYTES if platform == "cpu" else COLD_BYTES
+    spec = plan_chain(avals, jax.tree.leaves(results), cold)
+    return spec, ([avals[spec.varied]] * spec.links, *avals)
+
+
+def describe_chain(workload: Workload) -> tuple[ChainSpec, Any]:
+    """Returns what a bench of the workload would open with, for this process's device."""
+    return chain_of(_timed_case(workload, 0), jax.devices()[0].platform)
+
+
+def _aval(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _timed_case(workload: Workload, seed: int) -> Case:

@@ -1,241 +1,357 @@
-"""Measures tables of schedules on this machine's device: compiled in workers, judged, timed.
+"""Measures tables of schedules: every schedule of a list, each as the tuner measures a trial.
 
-Every schedule is noted as crashed before it runs and replaced by its result after: one that hangs
-or kills the process is skipped by the run that goes on. `watched` starts that run.
+Compiled in the pool (`search.compile_jobs`), then judged on the inputs it is timed on and paired
+with an incumbent in the measuring process (`search.op_bench`). The incumbent is the table's first
+schedule and stays, so that it shows the device's drift; nothing is promoted, so the gates that only
+winners face are not run. Compiling goes on while the device measures, across tables. A row is on
+the disk when its trial ends: a run goes on where one stopped.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-import faulthandler
-import itertools
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+import math
+import os
+import pickle
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.experimental import serialize_executable
-
-from pallas_kernels.timing import COLD_BYTES, Chain, alternate
-from pallas_kernels.tuning import load_chain
-from pallas_kernels.verdict import kernels_of, workloads
 from polyjax.core.chips import ChipSpec
-from polyjax.core.errors import ScheduleError
-from polyjax.core.op import REFERENCE, Workload
-from polyjax.core.ops import OPS
-from polyjax.core.results import versions
-from polyjax.gates.candidate import GateFailure, on_host
-from polyjax.gates.inputs import Case, make_case, rng_of
-from polyjax.gates.op_bounds import truth
-from polyjax.gates.trial import judge_results
-from search.chains import ChainSpec, chain_arguments, chained, plan_chain
+from polyjax.core.errors import ConfigError, PolyjaxError
+from polyjax.core.op import Workload
+from polyjax.core.results import Result, measured, versions
+from search.chains import ChainSpec
+from search.compile_jobs import OpCandidate, compile_op
+from search.compile_pool import CompilePool
+from search.decisions import floors
+from search.job_process import Answer
 from search.kernels import kernel_named
+from search.measure import MeasureError, Measurement, MeasuringProcess
+from search.measure_jobs import describe_workload
+from search.op_bench import OpSetup
+from search.paired import Effort
 from search.space import Point, legal_schedules
 from search.tables import Table, TableRow, TableWriter
 
-SAMPLES, SAMPLE_MS = 5, 2.0
-HUNG_S = 120.0  # a schedule that has not returned by then ends its process
-AHEAD = 2  # chains a worker has compiled or is compiling beyond the one being timed
-# Seconds of the device for one schedule: loading took 71 ms on an H200 (0.58 MB), warm-up and
-# samples 20 ms; reading results back and judging them is the rest.
-DEVICE_S = 0.2
+AHEAD = 12  # chains a worker has compiled, or is compiling, beyond the one being measured
+MIN_OF_A_VALUE = 4  # rows that have each value of each field, where the space has as many
+TRIAL_TIMEOUT_S = 30.0  # a trial takes 0.2 s; a schedule that hangs ends its process after this
+_WAIT_S = 0.005
 
-Job = tuple[str, Point]  # kernel and schedule
+Tag = tuple[int, int]  # table, and place of a point in it
+
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class TablePlan:
-    """A workload and every legal schedule of the kernels that compute it."""
+    """The schedules of one kernel that a workload's table has; the first is the incumbent."""
 
     workload: Workload
-    jobs: tuple[Job, ...]
+    kernel: str
+    points: tuple[Point, ...]
+
+
+def plan_table(workload: Workload, kernel: str, chip: ChipSpec, count: int, seed: int) -> TablePlan:
+    """Returns the kernel's default and a seeded draw of its legal schedules, `count` together.
+
+    Raises ConfigError if there are fewer.
+    """
+    implementation = kernel_named(kernel)
+    space, _ = legal_schedules(implementation, workload, chip)
+    if len(space) < count:
+        raise ConfigError(f"{workload.key}: {kernel} has {len(space)} legal schedules, not {count}")
+    default = tuple(sorted(implementation.default(workload, chip).to_json().items()))
+    return TablePlan(workload, kernel, stratified(space.points, count, seed, default))
+
+
+def stratified(
+    points: Sequence[Point], count: int, seed: int, first: Point = ()
+) -> tuple[Point, ...]:
+    """Returns `count` points in a random order; each value of each field is among them.
+
+    `first` comes first if it is one of the points. Equal for equal seeds.
+    """
+    order = list(points)
+    random.Random(seed).shuffle(order)
+    leading = [first] if first in points else []
+    chosen = dict.fromkeys(leading)
+    seen: dict[tuple[str, Any], int] = {}
+    for point in order:  # rare values first
+        if any(seen.get(pair, 0) < MIN_OF_A_VALUE for pair in point):
+            chosen[point] = None
+            seen |= {pair: seen.get(pair, 0) + 1 for pair in point}
+    drawn = [*dict.fromkeys([*chosen, *order])][len(leading) : count]
+    random.Random(seed).shuffle(drawn)
+    return (*leading, *drawn)
+
+
+@dataclasses.dataclass
+class Spent:
+    """Where the time of trials went: seconds by phase, summed over trials."""
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    trials: int = 0
+
+    def add(self, *phases: dict[str, float]) -> None:
+        self.trials += 1
+        for name, value in (pair for phase in phases for pair in phase.items()):
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+    def __str__(self) -> str:
+        mean = {name: value / max(self.trials, 1) for name, value in self.seconds.items()}
+        return "seconds a trial: " + ", ".join(f"{name} {s:.3f}" for name, s in mean.items())
+
+
+@dataclasses.dataclass
+class Work:
+    """One table on its way. `todo` are the places of the points to measure, the incumbent's first.
+
+    `digests`, `begun_s` and `ended_s` are of this run: distinct programs that were judged and
+    timed, and the seconds since its first compile at which the table was begun and ended.
+    """
+
+    plan: TablePlan
+    writer: TableWriter
+    chain: ChainSpec
+    avals: Any
+    digests: set[str] = dataclasses.field(default_factory=set)
+    begun_s: float = math.nan
+    ended_s: float = math.nan
+
+    def __post_init__(self) -> None:
+        known = self.writer.known
+        keys = [(self.plan.kernel, point) for point in self.plan.points]
+        lacking = [place for place, key in enumerate(keys) if key not in known]
+        self.todo = [0, *(place for place in lacking if place)] if lacking else []
 
     @property
-    def device_minutes(self) -> float:
-        return len(self.jobs) * DEVICE_S / 60
+    def missing(self) -> int:
+        known = self.writer.known
+        return sum((self.plan.kernel, point) not in known for point in self.plan.points)
 
+    @property
+    def rate_per_hour(self) -> float:
+        return len(self.digests) / (self.ended_s - self.begun_s) * 3600
 
-def plan_tables(
-    ops: Sequence[str], per_op: int, min_schedules: int, target: ChipSpec, most: int = 0
-) -> Iterator[TablePlan]:
-    """Yields `per_op` workloads of each op with that many legal schedules, spread over its list.
+    def close(self, log: Log) -> None:
+        """Ends the table: a whole one becomes its compressed file."""
+        self.writer.close(finished=not self.missing)
+        log(self.line())
 
-    `most` above 0 keeps a seeded draw of so many schedules a table.
-    """
-    for op in ops:
-        declared = dict.fromkeys(workloads(OPS[op]))  # models share some
-        plans = (
-            TablePlan(workload, _drawn(workload, jobs, most))
-            for workload in _spread([*declared])
-            if len(jobs := legal_jobs(workload, target)) >= min_schedules
+    def line(self) -> str:
+        table = self.writer.table
+        us = sorted(row.us for row in table.passed()) or [math.nan]
+        return (
+            f"{len(table.passed()):4} timed {len(table.rows) - len(table.passed()):3} failed "
+            f"{self.missing:3} missing  best {us[0]:8.2f} us  median {us[len(us) // 2]:8.2f} us  "
+            f"A/A floor {table.noise_floor:6.2%}  drift {drift(table):6.2%}  {table.workload.key}"
         )
-        yield from itertools.islice(plans, per_op)
 
 
-def _spread(declared: Sequence[Workload]) -> list[Workload]:
-    """Returns all, the first few far apart: a list of shapes goes from small to large models.
-
-    Sorted by the reversed bits of their index (van der Corput's sequence).
-    """
-    bits = len(declared).bit_length()
-    order = sorted(range(len(declared)), key=lambda i: f"{i:0{bits}b}"[::-1])
-    return [declared[i] for i in order]
+def drift(table: Table) -> float:
+    """Middle 90 % of the incumbent's times over a table, as a share of their median."""
+    us = sorted(row.incumbent_us for row in table.rows if row.incumbent_us)
+    if len(us) < 20:
+        return math.nan
+    return (us[len(us) * 95 // 100] - us[len(us) * 5 // 100]) / statistics.median(us)
 
 
-def _drawn(workload: Workload, jobs: Sequence[Job], most: int) -> tuple[Job, ...]:
-    if not most or len(jobs) <= most:
-        return tuple(jobs)
-    kept = rng_of(workload, 0).permutation(len(jobs))[:most]
-    return tuple(jobs[i] for i in sorted(kept.tolist()))
+class TableBench:
+    """One run over some tables: what is compiled ahead, what is measured, how long it takes."""
 
+    def __init__(
+        self,
+        root: str | Path,
+        plans: Sequence[TablePlan],
+        pool: CompilePool,
+        measurer: MeasuringProcess,
+        effort: Effort,
+        deadline_s: float = math.inf,
+        log: Log = print,
+    ):
+        """`deadline_s` of time.monotonic(): nothing is begun after it."""
+        self._root, self._plans, self._effort = root, plans, effort
+        self._pool, self._measurer = pool, measurer
+        self._deadline_s, self._log = deadline_s, log
+        self._device_side = ThreadPoolExecutor(1)  # the other thread keeps the pool at work
+        self._answers: dict[Tag, Answer] = {}
+        self._outstanding = 0
+        self._begun_s = math.nan
+        self.spent = Spent()
 
-def legal_jobs(workload: Workload, target: ChipSpec) -> list[Job]:
-    """Returns every legal schedule of every kernel of a workload's op."""
-    jobs: list[Job] = []
-    for kernel in kernels_of(workload.op):
-        if kernel.supports(workload) is None:
+    def run(self) -> list[Work]:
+        """Measures the tables in order; those that time does not suffice for keep what they had.
+
+        Raises MeasureError if a bench cannot be opened.
+        """
+        with (
+            tempfile.TemporaryDirectory(prefix="polyjax-chains-") as folder,
+            self._device_side,
+        ):
+            self._folder = Path(folder)
+            tables = self._described()
+            self._coming = self._jobs(tables)
+            self._begun_s = time.monotonic()
+            open_ = list(tables)
             try:
-                space, _ = legal_schedules(kernel, workload, target)
-            except ScheduleError:  # none is legal
-                continue
-            jobs += [(kernel.name, point) for point in space.points]
-    return jobs
+                for number, work in enumerate(tables):
+                    if work.todo and not self._is_over():
+                        self._measure_table(number, work)
+                    open_.pop(0).close(self._log)
+            finally:
+                for work in open_:
+                    work.close(self._log)
+        return tables
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def _described(self) -> list[Work]:
+        """The tables' chains, asked of the workers before any candidate runs in one of them."""
+        for number, plan in enumerate(self._plans):
+            self._pool.submit(number, describe_workload, plan.workload)
+        found = {}
+        while self._pool.pending:
+            for number, answer in self._pool.poll(1.0):
+                if answer.status != "ok":
+                    raise MeasureError(f"{self._plans[number].workload.key}: {answer.error}")
+                found[number] = pickle.loads(base64.b64decode(answer.result))
+        tables = []
+        for number, plan in enumerate(self._plans):
+            device_kind, chain, avals = found[number]
+            writer = TableWriter(self._root, Table(plan.workload, device_kind, versions()))
+            tables.append(Work(plan, writer, chain, avals))
+        return tables
+
+    # -- compiling ahead ---------------------------------------------------------------------
+
+    def _jobs(self, tables: Sequence[Work]) -> Iterator[tuple[Tag, tuple[Any, ...]]]:
+        """All that has to be compiled, in the order in which it is measured."""
+        for number, work in enumerate(tables):
+            for place in work.todo:
+                candidate = OpCandidate(
+                    work.plan.workload, work.plan.kernel, work.plan.points[place]
+                )
+                tag = number, place
+                yield tag, (candidate, work.chain, work.avals, self._path(tag))
+
+    def _path(self, tag: Tag) -> str:
+        return str(self._folder / f"{tag[0]}-{tag[1]}.chain")
+
+    def _feed(self, wait_s: float) -> None:
+        """Keeps the compile processes busy and takes their answers, for up to `wait_s`."""
+        while self._outstanding < AHEAD * self._pool.size and not self._is_over():
+            tag, arguments = next(self._coming, (None, ()))
+            if tag is None:
+                break
+            self._pool.submit(tag, compile_op, *arguments)
+            self._outstanding += 1
+        for tag, answer in self._pool.poll(wait_s):
+            self._answers[tag] = answer
+        if not self._pool.pending:
+            time.sleep(wait_s)
+
+    def _on_device(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a call of the measuring process while the pool is fed."""
+        future = self._device_side.submit(call, *arguments)
+        while not future.done():
+            self._feed(_WAIT_S)
+        return future.result()
+
+    def _compiled(self, tag: Tag) -> Answer | None:
+        """Waits for a chain; None where the run is over before it is there."""
+        while tag not in self._answers:
+            if self._is_over():
+                return None
+            self._feed(_WAIT_S)
+        return self._answers[tag]
+
+    # -- measuring ---------------------------------------------------------------------------
+
+    def _measure_table(self, number: int, work: Work) -> None:
+        work.begun_s = time.monotonic() - self._begun_s
+        seed = int.from_bytes(os.urandom(4))  # inputs that no candidate can have been made for
+        self._on_device(self._measurer.open, OpSetup(work.plan.workload, seed, self._effort))
+        incumbent = self._compiled((number, 0))
+        if incumbent is not None and incumbent.status != "ok":
+            raise MeasureError(f"{work.plan.workload.key}: the default schedule: {incumbent.error}")
+        for place in work.todo:
+            answer = self._compiled((number, place))
+            if answer is None:
+                return
+            self._outstanding -= 1
+            if (work.plan.kernel, work.plan.points[place]) not in work.writer.known:
+                work.writer.add(self._row(work, (number, place), answer))
+            if place:
+                Path(self._path((number, place))).unlink(missing_ok=True)
+            work.ended_s = time.monotonic() - self._begun_s
+
+    def _row(self, work: Work, tag: Tag, answer: Answer) -> TableRow:
+        """One trial."""
+        kernel, point = work.plan.kernel, work.plan.points[tag[1]]
+        if answer.status != "ok":
+            status = "timeout" if answer.status == "timeout" else "compile_error"
+            return TableRow(kernel, point, status, reason=answer.error[:200])
+        found = self._on_device(self._measurer.measure, self._path(tag), self._path((tag[0], 0)))
+        compiling = {name[:-2]: answer.result[name] for name in ("lower_s", "compile_s")}
+        self.spent.add(compiling, found.spent)
+        digest = answer.result["digest"]
+        if not found.arms:
+            reason = found.reason[:200]
+            return TableRow(kernel, point, found.status, reason=reason, digest=digest)
+        work.digests.add(digest)
+        work.writer.table = dataclasses.replace(
+            work.writer.table, noise_floor=floors(found.noise)["op"]
+        )
+        return timed_row(kernel, point, found, digest)
 
 
-# -- measuring one table ---------------------------------------------------------------------
+def timed_row(kernel: str, point: Point, found: Measurement, digest: str) -> TableRow:
+    """Returns the row of a judged and timed trial.
 
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A workload's inputs on the device, chained, and the truth of one call."""
-
-    case: Case
-    spec: ChainSpec
-    arguments: tuple[Any, ...]
-    wanted: Any
-
-
-def prepare(workload: Workload, seed: int = 0, cold_bytes: int = COLD_BYTES) -> Prepared:
-    """Random inputs; sequences fill their pages where there are page tables."""
-    op = OPS[workload.op]
-    case = make_case(op, workload, rng_of(workload, seed), "random", "full_pool")
-    avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.args)
-    static = dict(workload.static)
-    results = jax.eval_shape(lambda *a: op.reference(REFERENCE, *a, **static), *avals)
-    spec = plan_chain(avals, jax.tree.leaves(results), cold_bytes)
-    return Prepared(case, spec, chain_arguments(case.args, spec), truth(case))
-
-
-def compile_job(workload: Workload, job: Job, spec: ChainSpec, avals: Any) -> tuple[Any, ...]:
-    """Returns a serialized chain; runs in a worker process."""
-    kernel = kernel_named(job[0])
-    schedule = kernel.schedule_type.from_json(dict(job[1]))
-    call = kernel.build(workload, schedule)
-    compiled = jax.jit(chained(call, spec)).lower(*avals).compile()
-    return serialize_executable.serialize(compiled)
-
-
-def measure_job(prepared: Prepared, job: Job, future: Future[Any]) -> TableRow:
-    """Returns a schedule's row: judged on the inputs it is timed on, then timed."""
-    kernel, point = job
-    chain = load_chain(kernel, future, prepared.arguments)
-    if not isinstance(chain, Chain):
-        return TableRow(kernel, point, "compile_error", reason=chain)
-    try:
-        found = on_host(jax.block_until_ready(chain.compiled(*chain.arguments)))
-        judge_results(prepared.case, found, prepared.wanted)
-        samples = alternate([chain], SAMPLES, SAMPLE_MS)[chain.name]
-    except GateFailure as failure:
-        return TableRow(kernel, point, "rejected", reason=" ".join(str(failure).split())[:200])
-    except Exception as error:  # a failed schedule is a result
-        return TableRow(kernel, point, "crashed", reason=" ".join(repr(error).split())[:200])
-    return TableRow(kernel, point, "passed", tuple(samples))
-
-
-def fill(
-    writer: TableWriter,
-    jobs: Sequence[Job],
-    submit: Callable[[Job], Future[Any]],
-    measure: Callable[[Job, Future[Any]], TableRow],
-    ahead: int,
-) -> int:
-    """Measures the jobs that the table lacks, compiling `ahead` of the one being timed.
-
-    Returns how many were measured.
+    Of one that was left for being far behind the incumbent, the later of its first two runs counts:
+    in the earlier one XLA records its command buffer.
     """
-    todo = [job for job in jobs if job not in writer.known]
-    waiting: dict[Job, Future[Any]] = {}
-    for number, job in enumerate(todo):
-        for coming in todo[number : number + ahead]:
-            if coming not in waiting:
-                waiting[coming] = submit(coming)
-        writer.add(TableRow(*job, "crashed", reason="the process ended while it was measured"))
-        writer.add(measure(job, waiting.pop(job)))
-    return len(todo)
+    arms = found.arms["op"]
+    slow = found.status == "slow"
+    samples = [min(arms["candidate_us"])] if slow else arms["candidate_us"]
+    incumbent_us = 0.0 if slow else statistics.median(arms["incumbent_us"])
+    reason = "far behind the incumbent: one sample" if slow else ""
+    return TableRow(kernel, point, "passed", tuple(samples), reason, incumbent_us, digest)
 
 
-def run(root: str, plans: Sequence[TablePlan], workers: int) -> None:
-    """Measures tables one after the other; ends the process if a schedule hangs."""
-    device = jax.devices()[0].device_kind
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for plan in plans:
-            empty = Table(plan.workload, device, versions())
-            writer = TableWriter(root, empty)
-            if all(job in writer.known for job in plan.jobs):
-                writer.close(finished=True)
-                continue
-            count = _run_table(writer, plan, pool, workers)
-            writer.close(finished=True)
-            passed = len(writer.table.passed())
-            print(f"{plan.workload.key}: {count} measured, {passed} right", flush=True)
+def rate_result(tables: Sequence[Work], workers: int, effort: Effort) -> Result:
+    """The trials per hour of a run, from the first compile begun to the last sample.
 
-
-def _run_table(
-    writer: TableWriter, plan: TablePlan, pool: ProcessPoolExecutor, workers: int
-) -> int:
-    prepared = prepare(plan.workload)
-    avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), prepared.arguments)
-
-    def submit(job: Job) -> Future[Any]:
-        return pool.submit(compile_job, plan.workload, job, prepared.spec, avals)
-
-    def measure(job: Job, future: Future[Any]) -> TableRow:
-        future.exception()  # compiling may take as long as it likes
-        faulthandler.dump_traceback_later(HUNG_S, exit=True)
-        try:
-            return measure_job(prepared, job, future)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    return fill(writer, plan.jobs, submit, measure, AHEAD * workers)
-
-
-def watched(
-    root: str,
-    plans: Sequence[TablePlan],
-    workers: int,
-    target: Callable[..., None] = run,
-    restarts: int = 100,
-) -> int:
-    """Runs `target` in a process of its own, again after each end that was no success.
-
-    Returns the exit code of the last: a run that measures nothing new is not repeated.
+    Raises PolyjaxError where nothing was measured.
     """
-    spawn = multiprocessing.get_context("spawn")
-    code = 0
-    for _ in range(restarts + 1):
-        before = _sizes(root)
-        process = spawn.Process(target=target, args=(root, plans, workers))
-        process.start()
-        process.join()
-        code = process.exitcode or 0
-        if code == 0 or _sizes(root) == before:
-            break
-    return code
-
-
-def _sizes(root: str) -> Mapping[str, int]:
-    return {str(p): p.stat().st_size for p in Path(root).glob("*/*.jsonl*")}
+    timed = [work for work in tables if work.digests]
+    if not timed:
+        raise PolyjaxError("no schedule was measured")
+    trials = sum(len(work.digests) for work in timed)
+    rows = sum(len(work.writer.table.passed()) for work in timed)
+    seconds = max(work.ended_s for work in timed)
+    ops = sorted({work.plan.workload.op for work in timed})
+    return measured(
+        "search_gated_kernel_trials_per_hour",
+        [work.rate_per_hour for work in timed],
+        "trials/h",
+        value=trials / seconds * 3600,
+        better="higher",
+        goal=15_000.0,
+        device=timed[0].writer.table.device,
+        note=f"{trials} distinct programs ({rows} schedules) of {', '.join(ops)} compiled in "
+        f"{workers} processes, judged and timed in {seconds:.0f} s; {len(timed)} tables, whose "
+        "rates are the samples. "
+        f"Compile pool, gate and paired timing of python -m polyjax.tune (samples of "
+        f"{effort.sample_ms:g} ms, at most {effort.max_pairs} pairs) without its promotions, whose "
+        "winners face more gates",
+    )

@@ -28,13 +28,19 @@ SUFFIX, PARTIAL = ".jsonl.gz", ".jsonl.partial"
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """One schedule: `samples_us` where `status` is "passed", else the `reason`."""
+    """One schedule: `samples_us` where `status` is "passed", else the `reason`.
+
+    `incumbent_us` is what a fixed schedule of the table took beside it, where that was timed: the
+    device's drift. `digest` names the machine code.
+    """
 
     kernel: str
     schedule: Point
     status: str
     samples_us: tuple[float, ...] = ()
     reason: str = ""
+    incumbent_us: float = 0.0
+    digest: str = ""
 
     @property
     def key(self) -> tuple[str, Point]:
@@ -49,8 +55,9 @@ class TableRow:
         data["status"] = self.status
         if self.samples_us:
             data["samples_us"] = [round(us, 4) for us in self.samples_us]
-        if self.reason:
-            data["reason"] = self.reason
+        if self.incumbent_us:
+            data["incumbent_us"] = round(self.incumbent_us, 4)
+        data |= {name: text for name in ("reason", "digest") if (text := getattr(self, name))}
         return data
 
     @classmethod
@@ -61,17 +68,23 @@ class TableRow:
             data["status"],
             tuple(data.get("samples_us", ())),
             data.get("reason", ""),
+            data.get("incumbent_us", 0.0),
+            data.get("digest", ""),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The measured schedules of one workload on one device kind, each at most once."""
+    """The measured schedules of one workload on one device kind, each at most once.
+
+    `noise_floor` is the relative difference that an A/A run showed; 0 where none was made.
+    """
 
     workload: Workload
     device: str
     versions: Mapping[str, str]
     rows: tuple[TableRow, ...] = ()
+    noise_floor: float = 0.0
 
     def passed(self) -> list[TableRow]:
         return [row for row in self.rows if row.status == "passed" and row.samples_us]
@@ -94,6 +107,7 @@ class Table:
             "device": self.device,
             "workload": workload_to_json(self.workload),
             "versions": dict(self.versions),
+            "noise_floor": self.noise_floor,
         }
 
 
@@ -171,7 +185,8 @@ def _from_header(data: Mapping[str, Any]) -> Table:
     if data["table"] != VERSION:
         raise ValueError(f"table version {data['table']}, this polyjax reads {VERSION}")
     workload = workload_from_json(data["workload"])
-    return Table(workload, data["device"], data.get("versions", {}))
+    floor = data.get("noise_floor", 0.0)
+    return Table(workload, data["device"], data.get("versions", {}), noise_floor=floor)
 
 
 def read_all(root: str | Path, device: str | None = None) -> Iterator[Table]:

@@ -222,6 +222,8 @@ def _head_matmul(case: Case, wanted: Results, _found: Results) -> tuple[Expected
     return (bounded(case, wanted[0], eb.rounded(y, dtype_of(case))),)
 
 
+DEPENDS_ON_FOUND = frozenset({"route"})  # its weights are those of the experts that were chosen
+
 _MODELS: dict[str, Callable[[Case, Results, Results], tuple[Expected, ...]]] = {
     "embed": _moved,
     "rms_norm": _rms_norm,

@@ -10,10 +10,11 @@ import pytest
 from polyjax.compiler.program import bypass_jax_cache
 from polyjax.core.op import REFERENCE
 from polyjax.core.ops import OPS
+from polyjax.gates import trial
+from polyjax.gates.candidate import GateFailure
 from polyjax.gates.inputs import in_dtype, make_case, rng_of
-from polyjax.gates.op_bounds import truth
+from polyjax.gates.op_bounds import expected, truth
 from polyjax.gates.small_workloads import small_workload
-from polyjax.gates.trial import judge_results
 from search.chains import chain_arguments, chained, plan_chain
 from search.compile_jobs import OpCandidate, op_function
 from search.digests import executable_digest, joint_digest
@@ -35,7 +36,7 @@ def chain_agrees(name):
     assert spec.links == 2
     run = jax.jit(chained(call, spec))
     found = jax.tree.map(np.asarray, run(*chain_arguments(case.args, spec)))
-    judge_results(case, found, truth(case))
+    trial.judge_results(case, found, truth(case))
     return spec
 
 
@@ -49,6 +50,21 @@ def test_the_last_call_of_a_chain_gives_the_op(name):
 @pytest.mark.parametrize("name", sorted(set(OPS) - set(QUICK)))
 def test_the_last_call_of_every_ops_chain_gives_the_op(name):
     chain_agrees(name)
+
+
+@pytest.mark.parametrize(("name", "derived"), [("matmul", 1), ("route", 2)])
+def test_what_results_must_be_is_derived_once_unless_it_depends_on_them(name, derived, monkeypatch):
+    workload, calls = in_dtype(small_workload(name), "float32"), []
+    case = make_case(OPS[name], workload, rng_of(workload, 1), "random", "full_pool")
+    counted = lambda *args: calls.append(1) or expected(*args)  # noqa: E731
+    monkeypatch.setattr(trial, "expected", counted)
+    wanted = truth(case)
+    known = trial.KnownResults(case, wanted)
+    right = [leaf.astype(np.int32 if leaf.dtype == int else leaf.dtype) for leaf in wanted]
+    assert known.judge(right) <= 1 and known.judge(right) <= 1
+    assert len(calls) == derived
+    with pytest.raises(GateFailure, match=name):
+        known.judge([leaf + 1 for leaf in right])
 
 
 def test_digests_follow_the_code_and_not_the_names():
