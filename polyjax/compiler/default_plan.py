@@ -55,7 +55,8 @@ class PlanSubject:
     @property
     def digest(self) -> str:
         table = sorted((key, repr(choice)) for key, choice in self.table.items())
-        parts = (self.spec, self.limits, self.max_buckets, self.mesh, self.chip, table)
+        # The chip by name: its features are a set, whose repr differs from process to process.
+        parts = (self.spec, self.limits, self.max_buckets, self.mesh, self.chip.name, table)
         text = json.dumps([source_digest(), jax.__version__, *map(repr, parts)])
         return hashlib.sha256(text.encode()).hexdigest()[:40]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,18 @@ def test_it_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_text(json.dumps(found.to_json())[:-20])
     assert default_plan(wanted, tmp_path) == found, "a torn entry is found anew"
     assert Plan.from_json(json.loads(path.read_text())) == found
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    program = "from tests.compiler import test_default_plan as t; print(t.subject(64).digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
