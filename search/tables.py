@@ -222,7 +222,8 @@ class TableWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_of(self.path)
         there = self.path.exists() or (partial.exists() and partial.stat().st_size > 0)
-        self.table = empty.merged(read(self.path).rows) if there else empty
+        known = read(self.path) if there else empty
+        self.table = dataclasses.replace(empty.merged(known.rows), noise_floor=known.noise_floor)
         # Starts anew from what could be read: a torn line would garble the next.
         lines = [empty.header(), *(row.to_json() for row in self.table.rows)]
         self._file = partial.with_suffix(".aside").open("w")
