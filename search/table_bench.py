@@ -42,7 +42,8 @@ from search.tables import Table, TableRow, TableWriter
 
 AHEAD = 12  # chains a worker has compiled, or is compiling, beyond the one being measured
 MIN_OF_A_VALUE = 4  # rows that have each value of each field, where the space has as many
-TRIAL_TIMEOUT_S = 30.0  # a trial takes 0.2 s; a schedule that hangs ends its process after this
+TRIAL_TIMEOUT_S = 15.0  # a trial takes 0.2 s; a schedule that hangs ends its process after this
+HOPELESS = 24  # trials of a table that all fail before it is left
 _WAIT_S = 0.005
 
 Tag = tuple[int, int]  # table, and place of a point in it
@@ -183,14 +184,16 @@ class TableBench:
         self._deadline_s, self._log = deadline_s, log
         self._device_side = ThreadPoolExecutor(1)  # the other thread keeps the pool at work
         self._answers: dict[Tag, Answer] = {}
-        self._outstanding = 0
+        self._ahead: set[Tag] = set()  # submitted and not measured yet
+        self._left: set[int] = set()
         self._begun_s = math.nan
         self.spent = Spent()
 
     def run(self) -> list[Work]:
         """Measures the tables in order; those that time does not suffice for keep what they had.
 
-        Raises MeasureError if a bench cannot be opened.
+        A table whose bench cannot be opened, or whose first schedules all fail, is left with a
+        word. Raises MeasureError if the compile processes cannot say what the chains look like.
         """
         with (
             tempfile.TemporaryDirectory(prefix="polyjax-chains-") as folder,
@@ -204,7 +207,10 @@ class TableBench:
             try:
                 for number, work in enumerate(tables):
                     if work.todo and not self._is_over():
-                        self._measure_table(number, work)
+                        try:
+                            self._measure_table(number, work)
+                        except MeasureError as error:
+                            self._leave(number, error)
                     open_.pop(0).close(self._log)
             finally:
                 for work in open_:
@@ -231,16 +237,22 @@ class TableBench:
             tables.append(Work(plan, writer, chain, avals))
         return tables
 
+    def _leave(self, number: int, error: MeasureError) -> None:
+        """Says why a table is given up; what is compiled for it no longer counts as ahead."""
+        self._log(f"left: {self._plans[number].workload.key}: {error}")
+        self._left.add(number)
+        self._ahead = {tag for tag in self._ahead if tag[0] != number}
+
     # -- compiling ahead ---------------------------------------------------------------------
 
     def _jobs(self, tables: Sequence[Work]) -> Iterator[tuple[Tag, tuple[Any, ...]]]:
         """All that has to be compiled, in the order in which it is measured."""
         for number, work in enumerate(tables):
             for place in work.todo:
-                candidate = OpCandidate(
-                    work.plan.workload, work.plan.kernel, work.plan.points[place]
-                )
-                tag = number, place
+                if number in self._left:
+                    break
+                plan, tag = work.plan, (number, place)
+                candidate = OpCandidate(plan.workload, plan.kernel, plan.points[place])
                 yield tag, (candidate, work.chain, work.avals, self._path(tag))
 
     def _path(self, tag: Tag) -> str:
@@ -248,12 +260,12 @@ class TableBench:
 
     def _feed(self, wait_s: float) -> None:
         """Keeps the compile processes busy and takes their answers, for up to `wait_s`."""
-        while self._outstanding < AHEAD * self._pool.size and not self._is_over():
+        while len(self._ahead) < AHEAD * self._pool.size and not self._is_over():
             tag, arguments = next(self._coming, (None, ()))
             if tag is None:
                 break
             self._pool.submit(tag, compile_op, *arguments)
-            self._outstanding += 1
+            self._ahead.add(tag)
         for tag, answer in self._pool.poll(wait_s):
             self._answers[tag] = answer
         if not self._pool.pending:
@@ -287,12 +299,15 @@ class TableBench:
             answer = self._compiled((number, place))
             if answer is None:
                 return
-            self._outstanding -= 1
+            self._ahead.discard((number, place))
             if (work.plan.kernel, work.plan.points[place]) not in work.writer.known:
                 work.writer.add(self._row(work, (number, place), answer))
             if place:
                 Path(self._path((number, place))).unlink(missing_ok=True)
             work.ended_s = time.monotonic() - self._begun_s
+            rows = work.writer.table.rows
+            if len(rows) == HOPELESS and not work.writer.table.passed():
+                raise MeasureError(f"the first {HOPELESS} schedules all fail: {rows[-1].reason}")
 
     def _row(self, work: Work, tag: Tag, answer: Answer) -> TableRow:
         """One trial."""

@@ -12,6 +12,7 @@ from pallas_kernels.shapes import array
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, PolyjaxError
 from polyjax.core.ops import MATMUL
+from search import table_bench
 from search.compile_pool import CompilePool
 from search.findings import workload_of
 from search.measure import Measurement, MeasuringProcess
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = chip("NVIDIA H200")
 WORKLOAD = MATMUL.workload(array(4, 64, dtype="float32"), array(32, 64, dtype="float32"))
 OTHER = MATMUL.workload(array(2, 64, dtype="float32"), array(32, 64, dtype="float32"))
+BROKEN = MATMUL.workload(array(3, 64, dtype="float32"), array(32, 64, dtype="float32"))
 STREAM = "mosaic_gpu.matmul.stream"
 QKV = workload_of("matmul[M=8,K=2048,N=3072|x:bfloat16,w:bfloat16]")
 QKV_WRITE = workload_of(
@@ -56,9 +58,15 @@ def run(root, plans, deadline_s=float("inf")):
     return done
 
 
-def test_schedules_are_compiled_judged_and_timed_beside_the_incumbent(tmp_path):
-    plans = [plan("fast", "wrong", "raises", "twin"), plan("twin", workload=OTHER)]
-    first, second = done = run(tmp_path, plans)
+def test_schedules_are_compiled_judged_and_timed_beside_the_incumbent(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(table_bench, "HOPELESS", 1)
+    broken = plan("wrong", "fast", "twin", workload=BROKEN)
+    plans = [plan("fast", "wrong", "raises", "twin"), broken, plan("twin", workload=OTHER)]
+    first, left, second = done = run(tmp_path, plans)
+    assert left.missing == 2 and not left.writer.path.exists()
+    assert f"left: {BROKEN.key}: the first 1 schedules all fail" in capsys.readouterr().out
     rows = {row.schedule[0][1]: row for row in read(first.writer.path).rows}
     assert {mode: row.status for mode, row in rows.items()} == {
         "fast": "passed",
