@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import multiprocessing
 import random
 import time
@@ -19,11 +20,16 @@ import httptools
 
 from polyjax.core.errors import PolyjaxError
 
+POLL_S = 0.5  # how late the end of a load's time may be noticed
 FIRST_TOKEN_ID = 100  # leaves out what most vocabularies begin with: control tokens
 
 
 class LoadError(PolyjaxError):
     """The server did not answer as a server under measurement must."""
+
+
+class OutOfTime(LoadError):
+    """The load was given up because its time was over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +49,14 @@ class LoadSpec:
     vocab_size: int
     seed: int = 0
     api_key: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """An HTTP request as it is sent, and the tokens that its answer must have."""
+
+    raw: bytes
+    output_tokens: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,16 +103,25 @@ class _Stream(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def request(self, head_and_body: bytes) -> RequestRecord:
+    async def request(self, request: LoadRequest) -> RequestRecord:
         """Sends a request and waits for the end of its response."""
         assert self._transport is not None
         self._whole = asyncio.get_running_loop().create_future()
         self._buffer = b""
         self._record = RequestRecord(time.monotonic())
-        self._transport.write(head_and_body)
+        self._transport.write(request.raw)
         await self._whole
-        self._record.end_s = time.monotonic()
-        return self._record
+        record = self._record
+        record.end_s = time.monotonic()
+        if record.error is None and record.output_tokens != request.output_tokens:
+            record.error = (
+                f"an answer has {record.output_tokens} tokens by its usage where "
+                f"{request.output_tokens} were asked for; it has to honour ignore_eos and "
+                "stream_options.include_usage"
+            )
+        elif record.error is None and not record.event_s:
+            record.error = "an answer came without a single event"
+        return record
 
     def close(self) -> None:
         if self._transport is not None:
@@ -145,19 +168,19 @@ class _Stream(asyncio.Protocol):
             self._record.output_tokens = usage["completion_tokens"]
 
 
-def make_requests(spec: LoadSpec) -> list[bytes]:
+def make_requests(spec: LoadSpec) -> list[LoadRequest]:
     """Returns the HTTP requests of a load; equal seeds give equal requests."""
     rng = random.Random(spec.seed)
     parts = urlsplit(spec.url)
     key = f"Authorization: Bearer {spec.api_key}\r\n" if spec.api_key else ""
+    vocabulary = range(min(FIRST_TOKEN_ID, spec.vocab_size // 2), spec.vocab_size)
     requests = []
     for _ in range(spec.num_prompts):
         isl = rng.randint(max(1, int(spec.isl * spec.range_ratio)), spec.isl)
         osl = rng.randint(max(1, int(spec.osl * spec.range_ratio)), spec.osl)
-        low = min(FIRST_TOKEN_ID, spec.vocab_size // 2)
         body = {
             "model": spec.model,
-            "prompt": [rng.randrange(low, spec.vocab_size) for _ in range(isl)],
+            "prompt": rng.choices(vocabulary, k=isl),
             "max_tokens": osl,
             "temperature": 0,
             "ignore_eos": True,
@@ -169,14 +192,17 @@ def make_requests(spec: LoadSpec) -> list[bytes]:
             f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Type: application/json\r\n{key}Content-Length: {len(raw)}\r\n\r\n"
         )
-        requests.append(head.encode() + raw)
+        requests.append(LoadRequest(head.encode() + raw, osl))
     return requests
 
 
-def run_load(spec: LoadSpec, num_processes: int) -> list[RequestRecord]:
+def run_load(
+    spec: LoadSpec, num_processes: int, deadline_s: float = math.inf
+) -> list[RequestRecord]:
     """Runs the load from `num_processes` client processes that start together.
 
-    Raises LoadError if a request fails, as the others' figures then mean nothing.
+    Raises LoadError if a request fails, as the others' figures then mean nothing, and OutOfTime if
+    it is not over at `deadline_s` of time.monotonic(); its connections are closed then.
     """
     num_processes = min(num_processes, spec.concurrency)
     requests = make_requests(spec)
@@ -195,19 +221,27 @@ def run_load(spec: LoadSpec, num_processes: int) -> list[RequestRecord]:
         pipes.append(receiver)
         children.append(child)
     records: list[RequestRecord] = []
-    for receiver, child in zip(pipes, children, strict=True):
-        try:
-            records += receiver.recv()
-        except EOFError:
-            raise LoadError("a client process ended before its work did") from None
-        child.join()
+    try:
+        for receiver, child in zip(pipes, children, strict=True):
+            while not receiver.poll(POLL_S):
+                if time.monotonic() > deadline_s:
+                    raise OutOfTime("the load was not over in time")
+            try:
+                records += receiver.recv()
+            except EOFError:
+                raise LoadError("a client process ended before its work did") from None
+            child.join()
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
     if failed := [record.error for record in records if record.error]:
         raise LoadError(f"{len(failed)} of {len(records)} requests failed, e.g.: {failed[0]}")
     return records
 
 
 def _client_process(
-    url: str, requests: Sequence[bytes], slots: int, barrier: Any, sender: Any
+    url: str, requests: Sequence[LoadRequest], slots: int, barrier: Any, sender: Any
 ) -> None:
     try:
         import uvloop
@@ -220,7 +254,7 @@ def _client_process(
         sender.send(runner.run(_drive(url, requests, slots)))
 
 
-async def _drive(url: str, requests: Sequence[bytes], slots: int) -> list[RequestRecord]:
+async def _drive(url: str, requests: Sequence[LoadRequest], slots: int) -> list[RequestRecord]:
     """Keeps `slots` requests in flight until all are answered."""
     parts = urlsplit(url)
     waiting = list(reversed(requests))
@@ -229,13 +263,13 @@ async def _drive(url: str, requests: Sequence[bytes], slots: int) -> list[Reques
     async def slot() -> None:
         stream = _Stream()
         while waiting:
-            head_and_body = waiting.pop()
+            request = waiting.pop()
             try:
                 if not stream.is_open:
                     _, stream = await asyncio.get_running_loop().create_connection(
                         _Stream, parts.hostname or "127.0.0.1", parts.port or 80
                     )
-                records.append(await stream.request(head_and_body))
+                records.append(await stream.request(request))
             except OSError as error:
                 records.append(RequestRecord(time.monotonic(), error=str(error)))
                 return
