@@ -274,23 +274,26 @@ class ShadowRunner:
         return tokens
 
     def _candidate_key(self, launch: Launch) -> ProgramKey | None:
-        """The candidate's program for a launch: of its bucket, else of the cheapest that fits."""
-        programs = self._candidate.programs
+        """The candidate's program for a launch: of the bucket that its own ladder has for it."""
+        bucket = self._bucket(launch)
+        if bucket is None:
+            return None
         kind = Kind.DECODE_GREEDY if launch.decode else Kind.PREFILL
         if launch.sampler is SamplerKind.GUMBEL and launch.decode:
-            noisy = ProgramKey(Kind.DECODE_GUMBEL, launch.bucket)
-            kind = noisy.kind if noisy in programs else kind
-        if ProgramKey(kind, launch.bucket) in programs:
-            return ProgramKey(kind, launch.bucket)
+            noisy = ProgramKey(Kind.DECODE_GUMBEL, bucket)
+            kind = noisy.kind if noisy in self._candidate.programs else kind
+        key = ProgramKey(kind, bucket)
+        return key if key in self._candidate.programs else None
+
+    def _bucket(self, launch: Launch) -> Bucket | None:
+        """Where the candidate's ladder puts the rows of a launch; None if no bucket takes them."""
+        if self._candidate.ladder == self._incumbent.ladder:
+            return launch.bucket
         columns = _columns(launch, self._state.spec.page_size)
         if launch.decode:
-            bucket = self._chooser.decode(len(launch.sequences), columns)
-        else:
-            longest, count = max(launch.num_tokens), len(launch.sequences)
-            bucket = self._chooser.prefill(longest, count, columns)
-        if bucket is None or ProgramKey(kind, bucket) not in programs:
-            return None
-        return ProgramKey(kind, bucket)
+            return self._chooser.decode(len(launch.sequences), columns)
+        longest, count = max(launch.num_tokens), len(launch.sequences)
+        return self._chooser.prefill(longest, count, columns)
 
 
 def _is_ready(array: jax.Array) -> bool:

@@ -115,12 +115,24 @@ class FirstRuns:
     close = cancel
 
 
-def offer(engine: Engine, patch: pytest.MonkeyPatch, wrap: Wrap = lambda program: program) -> Plan:
-    """A plan whose programs are those in force, wrapped, and lie in the cache."""
+def offer(
+    engine: Engine,
+    patch: pytest.MonkeyPatch,
+    wrap: Wrap = lambda program: program,
+    rung: StepProgram | None = None,
+) -> Plan:
+    """A plan whose programs are those in force, wrapped, and lie in the cache.
+
+    `rung` is one more, whose decode bucket the ladder has besides.
+    """
     current = engine.programs.current
-    base = dict(current.programs)
+    base, ladder = dict(current.programs), current.ladder
+    if rung is not None:
+        base[rung.key] = rung
+        decode = tuple(sorted((*ladder.decode, rung.key.bucket)))
+        ladder = dataclasses.replace(ladder, decode=decode)
     options = (*current.plan.compiler_options, ("candidate", str(next(_numbers))))
-    plan = dataclasses.replace(current.plan, compiler_options=options)
+    plan = dataclasses.replace(current.plan, compiler_options=options, ladder=ladder)
     cached, is_cached = engine.source.cached, engine.source.is_cached
 
     def load(request: Any) -> Any:

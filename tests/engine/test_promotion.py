@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyjax.compiler.program import Kind
+from polyjax.compiler.program import Kind, ProgramKey, ProgramRequest, compile_program
+from polyjax.core.buckets import Bucket
 from polyjax.core.errors import RequestError
 from polyjax.core.plan import Plan
 from polyjax.engine import canary
@@ -147,6 +148,27 @@ def test_a_faster_candidate_takes_the_whole_way(
     # The candidate's tokens are exposed from the swap on, never before it.
     epochs = {output.epoch for _, stream in streams for output in stream.outputs}
     assert epochs == {swap["epoch"] - 1, swap["epoch"]}
+
+
+def test_a_finer_ladder_is_judged_on_its_own_rungs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, speed: Any
+) -> None:
+    """Rows run in the bucket that the candidate would put them in, though it has theirs, too."""
+    widest = max(engine.programs.current.ladder.decode, key=lambda b: (b.sequences, b.pages))
+    key = ProgramKey(Kind.DECODE_GREEDY, Bucket(1, widest.sequences, widest.pages // 2))
+    assert key not in engine.programs.current.programs
+    request = ProgramRequest(engine.spec, Plan(), key)
+    rung = compile_program(request, engine.source.mesh)
+    number = propose(engine, offer(engine, monkeypatch, rung=rung))
+    check_unharmed(engine, serve(engine, lambda: ended(engine, number)))
+    told = engine.admin("plan/proposal", {"proposal_id": number})
+    assert told["stage"] == "current", told
+    assert told["shadow"]["shadowed"][str(key)] > 0
+    assert told["canary"][str(key)]["decision"] == "faster"
+    assert str(ProgramKey(Kind.DECODE_GREEDY, widest)) not in told["canary"]
+    before = engine.programs.epoch
+    engine.admin("plan/rollback", {})
+    serve(engine, lambda: engine.programs.epoch > before)
 
 
 @pytest.mark.parametrize(
