@@ -104,6 +104,21 @@ class EngineCalls:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
+def as_served(config: EngineConfig, info: EngineInfo) -> EngineConfig:
+    """The config with the limits that the engine has found instead of those it was to find.
+
+    A measuring process has a small share of the memory: it would find others, or no room at all.
+    """
+    return dataclasses.replace(
+        config,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        # Groups with a window have fewer pages than the longest context needs of the others.
+        num_kv_pages=max(info.num_kv_pages, -(-info.max_model_len // info.block_size)),
+    )
+
+
 def tune(launch: TunerLaunch) -> int:
     """Tunes until the engine ends; returns the exit code."""
     try:
@@ -123,7 +138,7 @@ def tune(launch: TunerLaunch) -> int:
         cache = folder / "programs"
     ledger = launch.tuner.ledger or Path(launch.config.state_dir or cache.parent) / "ledger.sqlite"
     setting = Setting(
-        launch.config,
+        as_served(launch.config, calls.info),
         calls.info.block_size,
         Path(ledger),
         str(cache),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, EngineDead, PolyjaxError
 from polyjax.core.kernel_source import PREFIX
 from polyjax.core.op import Workload
@@ -24,15 +25,17 @@ from polyjax.core.whole_file import write_whole
 from polyjax.engine.types import EngineConfig
 from search.agents import AGENTS
 from search.compile_pool import CompilePool
+from search.cost.learned import CostModel
 from search.leases import EFFORT, Call, LeasedMeasurer
 from search.ledger import Ledger
 from search.live import LiveServer, LiveTuner, PlanChanged, has_drifted
 from search.measure import MeasureError
 from search.measure_jobs import describe_model
 from search.op_bench import OpSetup
-from search.plan_bench import PlanSetup
+from search.plan_bench import DescribedModel, PlanSetup
 from search.run import in_force, with_choice
 from search.space import Point
+from search.step_costs import describe_costs
 from search.targets import OpTarget, PlanTarget, Target, tunable
 from search.traffic import TrafficSpec, padded_tokens
 from search.tuner import Budget, TuneError
@@ -40,6 +43,8 @@ from search.turns import Turns
 
 AGENT_NAME = "background"
 TRIALS_A_TURN = 16  # on one target, before the next has its turn
+FIRST_TRIALS = 4  # on one op, while there are others that nobody has looked at yet
+CORES_A_COMPILER = 8  # beside an accelerator: the host serves, too
 _SEARCHER = "bandit"
 _IDLE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -83,6 +88,32 @@ class Setting:
     memory_share: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """A round under way: what is searched, with what. `costs` as `search.step_costs` has them."""
+
+    begun: Round
+    config: EngineConfig
+    traffic: TrafficSpec
+    described: DescribedModel
+    costs: Mapping[str, float]
+    ledger: Ledger
+    pool: CompilePool
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.described.platform == "cpu"
+
+    def pairs(self, plan: Plan) -> Iterator[tuple[Workload, str]]:
+        """Workloads with a kernel whose schedules can be searched here, by the kernel's name."""
+        workloads = self.described.workloads
+        if not self.on_cpu:
+            yield from ((w, k.name) for w, k in tunable(workloads, self.described.platform))
+        for key, choice in plan.choices:
+            if choice.kernel.startswith(PREFIX) and key in workloads:
+                yield workloads[key], choice.kernel
+
+
 class LedgerRefused(ConfigError):
     """The ledger cannot be used; starting the tuner again would not help."""
 
@@ -101,7 +132,6 @@ class BackgroundTuner:
         self._server = LiveServer(call, AGENT_NAME)
         turns = Turns(setting.folder / f"turns-{os.getpid()}")
         self._measurer = LeasedMeasurer(call, turns, AGENT_NAME, self._environment)
-        self._platform = "cpu"
         self._fits = True  # whether the model fits beside the server a second time
 
     def run(self) -> None:
@@ -153,53 +183,53 @@ class BackgroundTuner:
                 return
 
     def _search(self, begun: Round) -> None:
-        """Turns of all targets, until none has anything left to try."""
+        """Turns of all targets, until none has anything left to try.
+
+        On an accelerator ops come first: they need no second copy of the model.
+        """
         plan_file = self._setting.folder / "tuned_plan.json"
         plan_file.write_text(json.dumps(begun.plan))
         config = dataclasses.replace(
             self._setting.config, plan=str(plan_file), state_dir=None, audit_log=None
         )
         described = self._measurer.ask(describe_model, config)
-        self._platform = described.platform
+        on_cpu = described.platform == "cpu"
+        traffic = TrafficSpec.from_json(begun.traffic)
+        costs = {} if on_cpu else self._measurer.ask(describe_costs, config, traffic)
         try:
             ledger = Ledger(self._setting.ledger, described.environment)
         except ConfigError as error:
             raise LedgerRefused(str(error)) from error
-        pool = CompilePool(1, environment=self._environment)
+        workers = 1 if on_cpu else max((os.cpu_count() or 1) // CORES_A_COMPILER, 1)
+        pool = CompilePool(workers, environment=self._environment)
         with contextlib.closing(ledger), pool:
-            tried, failure = 1, None
+            search = _Search(begun, config, traffic, described, costs, ledger, pool)
+            tried, failure, trials = 1, None, FIRST_TRIALS
             while tried and failure is None:
+                tried = 0 if on_cpu else self._tune_ops(search, trials)
                 try:
-                    tried = self._tune_plan(begun, config, ledger, pool)
+                    tried += self._tune_plan(search)
                 except TuneError as error:
-                    tried, failure = 0, error
-                for workload, kernel in self._pairs(described, self._server.plan()):
-                    tried += self._tune_op(begun, workload, kernel, ledger, pool)
+                    failure = error
+                tried += self._tune_ops(search, trials) if on_cpu else 0
+                trials = TRIALS_A_TURN
         if failure is not None:  # a killed process, perhaps: worth another try
             raise failure
 
-    def _pairs(self, described: Any, plan: Plan) -> Iterator[tuple[Workload, str]]:
-        """Workloads with a kernel whose schedules can be searched here, by the kernel's name."""
-        if described.platform != "cpu":
-            yield from ((w, k.name) for w, k in tunable(described.workloads, described.platform))
-        for key, choice in plan.choices:
-            if choice.kernel.startswith(PREFIX) and key in described.workloads:
-                yield described.workloads[key], choice.kernel
-
     # -- targets -----------------------------------------------------------------------------
 
-    def _tune_plan(
-        self, begun: Round, config: EngineConfig, ledger: Ledger, pool: CompilePool
-    ) -> int:
+    def _tune_plan(self, search: _Search) -> int:
         """One turn on the whole plan; returns the number of trials."""
         if not self._fits:
             return 0
-        traffic = TrafficSpec.from_json(begun.traffic)
-        setup = PlanSetup(config, traffic, self._setting.cache_directory, begun.seed, EFFORT)
+        seed = search.begun.seed
+        setup = PlanSetup(
+            search.config, search.traffic, self._setting.cache_directory, seed, EFFORT
+        )
         try:
             opened = self._measurer.open(setup)
         except MeasureError as error:
-            if self._platform == "cpu":
+            if search.on_cpu:
                 raise
             log.warning("plans are not tuned as a whole: %s", error)
             self._fits = False
@@ -215,16 +245,23 @@ class BackgroundTuner:
             page_size = opened.spec.page_size
             return padded_tokens(opened.traffic, ladder, page_size, opened.max_pages)
 
-        return self._turn(target, target.plans.__getitem__, predict, begun.seed, ledger, pool)
+        return self._turn(search, target, target.plans.__getitem__, predict, TRIALS_A_TURN)
 
-    def _tune_op(
-        self, begun: Round, workload: Workload, kernel: str, ledger: Ledger, pool: CompilePool
-    ) -> int:
+    def _tune_ops(self, search: _Search, trials: int) -> int:
+        """A turn of up to `trials` on each op, those first that a token costs most in."""
+        pairs = list(search.pairs(self._server.plan()))
+        pairs.sort(key=lambda pair: -search.costs.get(pair[0].key, 0.0))
+        return sum(self._tune_op(search, workload, name, trials) for workload, name in pairs)
+
+    def _tune_op(self, search: _Search, workload: Workload, kernel: str, trials: int) -> int:
         """One turn on the schedules of one kernel for one workload; 0 if it cannot be searched."""
-        plan = self._server.plan()
-        opened = self._measurer.open(OpSetup(workload, begun.seed, EFFORT))
+        plan, seed = self._server.plan(), search.begun.seed
+        opened = self._measurer.open(OpSetup(workload, seed, EFFORT))
         folder = self._setting.folder / "chains"
-        target = OpTarget(workload, opened, folder, kernel, in_force(plan, workload))
+        model = CostModel(chip(opened.device_kind), seed)
+        model.update(list(search.ledger.trials(workload.key, "passed")), {workload.key: workload})
+        start = in_force(plan, workload)
+        target = OpTarget(workload, opened, folder, kernel, start, model)
         if len(target.space) < 2:
             return 0
 
@@ -232,27 +269,26 @@ class BackgroundTuner:
             return with_choice(plan, workload, target.judged(point))
 
         try:
-            return self._turn(target, plan_of, None, begun.seed, ledger, pool)
+            return self._turn(search, target, plan_of, target.prior, trials)
         except TuneError as error:
             log.warning("%s is not tuned: %s", target.name, error)
             return 0
 
     def _turn(
         self,
+        search: _Search,
         target: Target,
         plan_of: Callable[[Point], Plan],
         predict: Callable[[Point], float] | None,
-        seed: int,
-        ledger: Ledger,
-        pool: CompilePool,
+        trials: int,
     ) -> int:
         tuner = LiveTuner(
-            *(self._server, plan_of, ledger, target, self._measurer, pool),
-            AGENTS[_SEARCHER](target.space, seed, predict),
-            Budget(max_trials=TRIALS_A_TURN),
+            *(self._server, plan_of, search.ledger, target, self._measurer, search.pool),
+            AGENTS[_SEARCHER](target.space, search.begun.seed, predict),
+            Budget(max_trials=trials),
             EFFORT,
             lambda progress: log.info("trial %d: %s", progress.last.id, progress.last.status),
-            share_cores=self._platform == "cpu",
+            share_cores=search.on_cpu,
         )
         tuner.run()
         return tuner.new_trials

@@ -144,7 +144,7 @@ class DescribedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sized:
+class SizedModel:
     """A model that is open but not loaded: sizes, plan and ladder as an engine would have them."""
 
     model: build.OpenedModel
@@ -166,15 +166,16 @@ class _Sized:
         return step_workloads(requests, self.mesh_plan.mesh())
 
 
-def _sized(config: EngineConfig) -> _Sized:
+def sized_model(config: EngineConfig) -> SizedModel:
     mesh_plan = MeshPlan(model=config.tensor_parallel_size, expert=config.expert_parallel_size)
     device = mesh_plan.mesh().devices.flat[0]
     model = build.open_served_model(config, open_model(config.model), device.platform)
     sizing = build.size_engine(config, model, mesh_plan, device)
-    plan = build.initial_plan(config, sizing, mesh_plan, device)
+    cache = build.open_cache(config)
+    plan = build.initial_plan(config, sizing, mesh_plan, device, cache)
     ladder = build.engine_ladder(config, sizing, plan, device)
     base = dataclasses.replace(plan, ladder=ladder)
-    return _Sized(model, mesh_plan, device, sizing, base)
+    return SizedModel(model, mesh_plan, device, sizing, base)
 
 
 def describe(config: EngineConfig) -> DescribedModel:
@@ -182,7 +183,7 @@ def describe(config: EngineConfig) -> DescribedModel:
 
     Raises ConfigError or ModelError as an engine does.
     """
-    sized = _sized(config)
+    sized = sized_model(config)
     kind, platform = sized.device.device_kind, sized.device.platform
     return DescribedModel(kind, platform, facts(sized.device), sized.base, sized.workloads())
 
@@ -194,7 +195,7 @@ class PlanBench:
         environment.watch()  # before any candidate is loaded
         self._setup = setup
         self._settings = Settings.now()
-        sized = _sized(setup.config)
+        sized = sized_model(setup.config)
         self._mesh = sized.mesh_plan.mesh()
         params = build.load_weights(
             setup.config, sized.model, self._mesh, sized.mesh_plan, no_progress, ParamsDigest()

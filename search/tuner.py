@@ -150,7 +150,8 @@ class Tuner:
             self._known += 1
             points[trial.id] = point
             self._remember(trial.id, trial.verdicts, cost)
-            if trial.agent == BASELINE:
+            # What was a candidate of an earlier search can be what this one starts from.
+            if trial.agent == BASELINE or (point == self._target.start and cost is not None):
                 self.start_us = float(cost)
                 self.best = Best(point, float(cost), trial.id)
             self._tell(point, cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,23 +18,28 @@ class _Recorder(Ops):
 
     def __init__(self, choices: Mapping[str, Choice]):
         super().__init__(choices, {})
-        self.workloads: dict[str, Workload] = {}
+        self.calls: collections.Counter[Workload] = collections.Counter()
 
     def __call__(
         self, op: Op, *args: Any, reference: Callable[..., Any] | None = None, **static: Any
     ) -> Any:
         workload = op.workload(*args, **static)
-        self.workloads[workload.key] = workload
+        self.calls[workload] += 1
         inner = Ops({}, {}) if self.chosen(op, *args, **static) else self
         return (reference or op.reference)(inner, *args, **static)
 
 
+def program_calls(request: ProgramRequest, mesh: Mesh) -> collections.Counter[Workload]:
+    """Returns how often one run of a program calls which workload.
+
+    A composite op counts together with the simpler ops that it is looked into for.
+    """
+    recorder = _Recorder(dict(request.plan.choices))
+    call = abstract_call(request, mesh)
+    jax.eval_shape(lambda: call(recorder))
+    return recorder.calls
+
+
 def step_workloads(requests: Iterable[ProgramRequest], mesh: Mesh) -> dict[str, Workload]:
     """Returns key -> workload of every op call that the requested programs make."""
-    found: dict[str, Workload] = {}
-    for request in requests:
-        recorder = _Recorder(dict(request.plan.choices))
-        call = abstract_call(request, mesh)
-        jax.eval_shape(lambda call=call, recorder=recorder: call(recorder))
-        found |= recorder.workloads
-    return found
+    return {w.key: w for request in requests for w in program_calls(request, mesh)}

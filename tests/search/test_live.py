@@ -155,13 +155,15 @@ REFUSED = {"stage": "refused", "reason": "canary: no faster"}
 ROLLED_BACK = {"stage": "rolled_back", "reason": "steps take longer"}
 
 
-def tuner(folder: Path, engine: ToyEngine, measurer: ToyMeasurer) -> LiveTuner:
+def tuner(
+    folder: Path, engine: ToyEngine, measurer: ToyMeasurer, target: ToyTarget | None = None
+) -> LiveTuner:
     made: Any = LiveTuner
     return made(
         LiveServer(engine, "test"),
         plan_of,
         Ledger(folder / "ledger.sqlite", {"machine": "toy"}),
-        ToyTarget(),
+        target or ToyTarget(),
         measurer,
         ToyPool(),
         Random(ToyTarget.space, 0),
@@ -231,6 +233,24 @@ def test_a_server_started_anew_gets_what_was_best(tmp_path: Path) -> None:
     third = tuner(tmp_path, refusing, ToyMeasurer())
     third.run()
     assert third.best.point == point("start") and refusing.plan == PLANS["start"]
+
+
+def test_a_search_that_starts_from_an_earlier_winner_measures_nothing_again(tmp_path: Path) -> None:
+    """Nor does it for ever: a turn without a new trial is how a tuner knows that it is done."""
+
+    class Later(ToyTarget):
+        start = point("fast")
+
+        def point(self, candidate: Mapping[str, Any]) -> Point | None:
+            """What the earlier one started from is no point of it."""
+            return None if candidate["speed"] == "start" else super().point(candidate)
+
+    engine, later = ToyEngine(SURVIVED), ToyMeasurer()
+    tuner(tmp_path, engine, ToyMeasurer()).run()
+    again = tuner(tmp_path, engine, later, Later())
+    again.run()
+    assert not later.measured and not again.new_trials
+    assert (again.best.point, again.start_us) == (point("fast"), pytest.approx(50.0, rel=0.01))
 
 
 def test_another_plan_in_force_ends_the_search(tmp_path: Path) -> None:
