@@ -20,7 +20,7 @@ from polyjax.core.kv import KVGroup
 from polyjax.core.mesh import ONE_DEVICE, Placement
 from polyjax.core.model import KVState, ParamSpec, StepBatch
 from polyjax.core.op import Ops, Workload
-from polyjax.core.ops import DENSE_DECODE_STACK, EMBED, LM_HEAD
+from polyjax.core.ops import DENSE_DECODE_GREEDY, DENSE_DECODE_STACK, EMBED, LM_HEAD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,15 +176,36 @@ class Decoder(nnx.Module):
             )
         )
 
+    def decode_greedy(
+        self, ops: Ops, batch: StepBatch, kv: KVState
+    ) -> tuple[jax.Array, jax.Array, KVState] | None:
+        """See core.model.Model; a plan may fuse the whole step into one kernel."""
+        norm, weight, static = self.head()
+        if not self.is_plain_stack or static != {"eps": self.config.norm_eps}:
+            return None
+        x = self.embed(ops, batch.tokens.reshape(-1))
+        arguments, numbers = self._stack(x, batch, kv)
+        result: tuple[jax.Array, jax.Array, KVState] = ops(
+            DENSE_DECODE_GREEDY, *arguments, norm, weight, **numbers
+        )
+        return result
+
     def _decode_stack(
         self, ops: Ops, x: jax.Array, batch: StepBatch, kv: KVState
     ) -> tuple[jax.Array, KVState]:
         """x [B,D], one new token a row -> (x [B,D], updated pools); a plan may fuse all of it."""
+        arguments, numbers = self._stack(x, batch, kv)
+        result: tuple[jax.Array, KVState] = ops(DENSE_DECODE_STACK, *arguments, **numbers)
+        return result
+
+    def _stack(
+        self, x: jax.Array, batch: StepBatch, kv: KVState
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of DENSE_DECODE_STACK, arrays and static ones."""
         attention = [layer.attention for layer in self.layers]
         feed_forward = [layer.feed_forward for layer in self.layers]
         arrays = lambda modules, name: tuple(getattr(m, name)[...] for m in modules)  # noqa: E731
-        return ops(
-            DENSE_DECODE_STACK,
+        stack = (
             x,
             arrays(attention, "norm"),
             arrays(attention, "qkv"),
@@ -196,9 +217,8 @@ class Decoder(nnx.Module):
             self.config.ropes[0].cos_sin(batch.positions.reshape(-1)),
             batch.page_tables[0],
             jnp.where(batch.query_lens > 0, batch.context_lens, 0),
-            eps=self.config.norm_eps,
-            scale=self.config.attention(0).scale,
         )
+        return stack, {"eps": self.config.norm_eps, "scale": self.config.attention(0).scale}
 
     def head(self) -> tuple[jax.Array, jax.Array, Mapping[str, Any]]:
         """Returns (final norm weight [D], LM head weight [V,D], static arguments of LM_HEAD)."""

@@ -152,6 +152,8 @@ def _prefill(model: _Tracing, params: Any, kv: Any, last_tokens: Any, flat: Any)
 def _decode(
     model: _Tracing, params: Any, kv: Any, last_tokens: Any, flat: Any, *, greedy: bool
 ) -> Any:
+    if greedy and (fused := model.decode_greedy(params, kv, last_tokens, flat)) is not None:
+        return fused
     _, last_hidden, kv, batch = model.forward(params, kv, last_tokens, flat)
     last_tokens, tokens = model.sample(params, last_tokens, last_hidden, batch, greedy)
     return kv, last_tokens, tokens, last_hidden
@@ -283,8 +285,8 @@ class _Tracing:
         self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
 
-    def forward(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:
-        """Returns (hidden [B,T,D], last_hidden [B,D], kv, the unpacked batch)."""
+    def inputs(self, last_tokens: Any, flat: Any) -> tuple[StepBatch, PackedBatch]:
+        """The step as a model takes it, and the unpacked batch."""
         batch = self.layout.split(flat)
         first = jnp.where(
             (batch.flags & FROM_SLOT) != 0, last_tokens[batch.slots], batch.tokens[:, 0]
@@ -296,6 +298,20 @@ class _Tracing:
             page_tables=tuple(batch.page_tables),
             first_pages=tuple(batch.first_pages),
         )
+        return step, batch
+
+    def decode_greedy(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:
+        """What DECODE_GREEDY returns, or None for a family without such an op."""
+        step, batch = self.inputs(last_tokens, flat)
+        fused = self.abstract.merge(params).decode_greedy(self.ops, step, kv)
+        if fused is None:
+            return None
+        tokens, hidden, kv = fused
+        return kv, store_tokens(last_tokens, tokens, row_params(batch)), tokens, hidden
+
+    def forward(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:
+        """Returns (hidden [B,T,D], last_hidden [B,D], kv, the unpacked batch)."""
+        step, batch = self.inputs(last_tokens, flat)
         hidden, kv = self.abstract.merge(params)(self.ops, step, kv)
         last = jnp.maximum(step.query_lens - 1, 0)[:, None, None]
         return hidden, jnp.take_along_axis(hidden, last, axis=1)[:, 0], kv, batch

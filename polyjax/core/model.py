@@ -119,5 +119,14 @@ class Model(Protocol):
     def __call__(self, ops: Ops, batch: StepBatch, kv: KVState) -> tuple[jax.Array, KVState]:
         """Returns (residual stream before the final norm [B,T,D], updated pools)."""
 
+    def decode_greedy(
+        self, ops: Ops, batch: StepBatch, kv: KVState
+    ) -> tuple[jax.Array, jax.Array, KVState] | None:
+        """One new token a row and the most likely next one as one op, so that a plan may fuse them.
+
+        Returns (tokens [B], residual stream before the final norm [B,D], updated pools), or None
+        where no such op describes the family.
+        """
+
     def head(self) -> tuple[jax.Array, jax.Array, Mapping[str, Any]]:
         """Returns (final norm weight [D], LM head weight [V,D], static arguments of LM_HEAD)."""
