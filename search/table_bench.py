@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ MIN_OF_A_VALUE = 4  # rows that have each value of each field, where the space h
 TRIAL_TIMEOUT_S = 15.0  # a trial takes 0.2 s; a schedule that hangs ends its process after this
 HOPELESS = 24  # trials of a table that all fail before it is left
 _WAIT_S = 0.005
+
+TRIALS_PER_HOUR, TRIAL_ON_DEVICE = (
+    "search_gated_kernel_trials_per_hour",
+    "search_kernel_trial_on_device_s",
+)
 
 Tag = tuple[int, int]  # table, and place of a point in it
 
@@ -96,15 +101,24 @@ def stratified(
 
 @dataclasses.dataclass
 class Spent:
-    """Where the time of trials went: seconds by phase, summed over trials."""
+    """Where the time of trials went: seconds by phase, summed over trials.
+
+    Those of "lower" and "compile" passed in a compile process, the others on the device's side.
+    """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     trials: int = 0
 
-    def add(self, *phases: dict[str, float]) -> None:
-        self.trials += 1
+    def add(self, *phases: Mapping[str, float], trials: int = 1) -> None:
+        self.trials += trials
         for name, value in (pair for phase in phases for pair in phase.items()):
             self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+    @property
+    def on_device_s(self) -> float:
+        """Seconds of the device a trial: loading, gate, noise and timing."""
+        total = sum(s for name, s in self.seconds.items() if name not in ("lower", "compile"))
+        return total / max(self.trials, 1)
 
     def __str__(self) -> str:
         mean = {name: value / max(self.trials, 1) for name, value in self.seconds.items()}
@@ -115,8 +129,9 @@ class Spent:
 class Work:
     """One table on its way. `todo` are the places of the points to measure, the incumbent's first.
 
-    `digests`, `begun_s` and `ended_s` are of this run: distinct programs that were judged and
-    timed, and the seconds since its first compile at which the table was begun and ended.
+    `digests`, `spent`, `begun_s` and `ended_s` are of this run: distinct programs that were judged
+    and timed, where the time went, and the seconds since the run's first compile at which the table
+    was begun and ended.
     """
 
     plan: TablePlan
@@ -124,6 +139,7 @@ class Work:
     chain: ChainSpec
     avals: Any
     digests: set[str] = dataclasses.field(default_factory=set)
+    spent: Spent = dataclasses.field(default_factory=Spent)
     begun_s: float = math.nan
     ended_s: float = math.nan
 
@@ -187,7 +203,6 @@ class TableBench:
         self._ahead: set[Tag] = set()  # submitted and not measured yet
         self._left: set[int] = set()
         self._begun_s = math.nan
-        self.spent = Spent()
 
     def run(self) -> list[Work]:
         """Measures the tables in order; those that time does not suffice for keep what they had.
@@ -317,7 +332,7 @@ class TableBench:
             return TableRow(kernel, point, status, reason=answer.error[:200])
         found = self._on_device(self._measurer.measure, self._path(tag), self._path((tag[0], 0)))
         compiling = {name[:-2]: answer.result[name] for name in ("lower_s", "compile_s")}
-        self.spent.add(compiling, found.spent)
+        work.spent.add(compiling, found.spent)
         digest = answer.result["digest"]
         if not found.arms:
             reason = found.reason[:200]
@@ -343,8 +358,8 @@ def timed_row(kernel: str, point: Point, found: Measurement, digest: str) -> Tab
     return TableRow(kernel, point, "passed", tuple(samples), reason, incumbent_us, digest)
 
 
-def rate_result(tables: Sequence[Work], workers: int, effort: Effort) -> Result:
-    """The trials per hour of a run, from the first compile begun to the last sample.
+def results(tables: Sequence[Work], workers: int, effort: Effort) -> list[Result]:
+    """The trials per hour from the first compile to the last sample, and the device's part of one.
 
     Raises PolyjaxError where nothing was measured.
     """
@@ -355,18 +370,27 @@ def rate_result(tables: Sequence[Work], workers: int, effort: Effort) -> Result:
     rows = sum(len(work.writer.table.passed()) for work in timed)
     seconds = max(work.ended_s for work in timed)
     ops = sorted({work.plan.workload.op for work in timed})
-    return measured(
-        "search_gated_kernel_trials_per_hour",
+    device = timed[0].writer.table.device
+    rate = measured(
+        TRIALS_PER_HOUR,
         [work.rate_per_hour for work in timed],
         "trials/h",
         value=trials / seconds * 3600,
         better="higher",
         goal=15_000.0,
-        device=timed[0].writer.table.device,
+        device=device,
         note=f"{trials} distinct programs ({rows} schedules) of {', '.join(ops)} compiled in "
         f"{workers} processes, judged and timed in {seconds:.0f} s; {len(timed)} tables, whose "
-        "rates are the samples. "
-        f"Compile pool, gate and paired timing of python -m polyjax.tune (samples of "
-        f"{effort.sample_ms:g} ms, at most {effort.max_pairs} pairs) without its promotions, whose "
-        "winners face more gates",
+        "rates are the samples. Compile pool, gate and paired timing of python -m polyjax.tune "
+        f"(samples of {effort.sample_ms:g} ms, at most {effort.max_pairs} pairs) without its "
+        "promotions, whose winners face more gates",
     )
+    on_device = measured(
+        TRIAL_ON_DEVICE,
+        [work.spent.on_device_s for work in timed],
+        "s",
+        better="lower",
+        device=device,
+        note="seconds of the measuring process for one trial: loading, gate, timing; by table",
+    )
+    return [rate, on_device]

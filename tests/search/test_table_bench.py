@@ -24,7 +24,7 @@ from search.table_bench import (
     TablePlan,
     Work,
     plan_table,
-    rate_result,
+    results,
     stratified,
     timed_row,
 )
@@ -79,8 +79,11 @@ def test_schedules_are_compiled_judged_and_timed_beside_the_incumbent(
     assert rows["twin"].digest == rows["fast"].digest != rows["wrong"].digest
     assert read(first.writer.path).noise_floor > 0
     assert (first.missing, second.missing) == (0, 0)
-    result = rate_result(done, 1, EFFORT)  # a duplicate, a rejected and a broken one are no trials
+    result, on_device = results(
+        done, 1, EFFORT
+    )  # a duplicate, a rejected and a broken one are no trials
     assert result.value == pytest.approx(2 / second.ended_s * 3600) and len(result.samples) == 2
+    assert 0 < max(on_device.samples) < second.ended_s
 
 
 @pytest.mark.slow
@@ -89,7 +92,7 @@ def test_a_run_stops_at_its_deadline_and_the_next_goes_on_past_a_hang(tmp_path):
     (stopped,) = run(tmp_path, plans, deadline_s=time.monotonic())
     assert stopped.missing == 3 and not stopped.writer.path.exists()
     with pytest.raises(PolyjaxError, match="no schedule"):
-        rate_result([stopped], 1, EFFORT)
+        results([stopped], 1, EFFORT)
     (work,) = run(tmp_path, plans)
     found = read(work.writer.path)
     assert [row.status for row in found.rows] == ["passed", "timeout", "passed"]
