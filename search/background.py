@@ -11,8 +11,9 @@ import dataclasses
 import json
 import logging
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from polyjax.core.whole_file import write_whole
 from polyjax.engine.types import EngineConfig
 from search.agents import AGENTS
 from search.compile_pool import CompilePool
+from search.cost.analytical import BORDER_US
 from search.cost.learned import CostModel
 from search.leases import EFFORT, Call, LeasedMeasurer
 from search.ledger import Ledger
@@ -44,6 +46,7 @@ from search.turns import Turns
 AGENT_NAME = "background"
 TRIALS_A_TURN = 16  # on one target, before the next has its turn
 FIRST_TRIALS = 4  # on one op, while there are others that nobody has looked at yet
+RUNG_PRICE = 0.01  # of a token's cost that a rung must save to be worth compiling
 CORES_A_COMPILER = 8  # beside an accelerator: the host serves, too
 _SEARCHER = "bandit"
 _IDLE_S = 5.0
@@ -239,11 +242,12 @@ class BackgroundTuner:
             raise PlanChanged("the server's plan is none of the round's")
 
         def predict(point: Point) -> float:
-            """Ladders first that pad this traffic little."""
+            """Ladders first that pad this traffic little with few rungs."""
             ladder = target.plans[point].ladder
             assert ladder is not None
             page_size = opened.spec.page_size
-            return padded_tokens(opened.traffic, ladder, page_size, opened.max_pages)
+            padded = padded_tokens(opened.traffic, ladder, page_size, opened.max_pages)
+            return padded * (1 + RUNG_PRICE * (len(ladder.decode) + len(ladder.prefill)))
 
         return self._turn(search, target, target.plans.__getitem__, predict, TRIALS_A_TURN)
 
@@ -268,8 +272,15 @@ class BackgroundTuner:
         def plan_of(point: Point) -> Plan:
             return with_choice(plan, workload, target.judged(point))
 
+        def unworthy(point: Point, arms: Mapping[str, Any]) -> str:
+            """While there are other ops to look at: what the borders with XLA's kernels eat."""
+            by_xla = not in_force(self._server.plan(), workload).kernel
+            if trials > FIRST_TRIALS or search.on_cpu or not by_xla:
+                return ""
+            return eaten_by_borders(arms["op"])
+
         try:
-            return self._turn(search, target, plan_of, target.prior, trials)
+            return self._turn(search, target, plan_of, target.prior, trials, unworthy)
         except TuneError as error:
             log.warning("%s is not tuned: %s", target.name, error)
             return 0
@@ -281,6 +292,7 @@ class BackgroundTuner:
         plan_of: Callable[[Point], Plan],
         predict: Callable[[Point], float] | None,
         trials: int,
+        unworthy: Callable[[Point, Mapping[str, Any]], str] = lambda point, arms: "",
     ) -> int:
         tuner = LiveTuner(
             *(self._server, plan_of, search.ledger, target, self._measurer, search.pool),
@@ -289,6 +301,21 @@ class BackgroundTuner:
             EFFORT,
             lambda progress: log.info("trial %d: %s", progress.last.id, progress.last.status),
             share_cores=search.on_cpu,
+            unworthy=unworthy,
         )
         tuner.run()
         return tuner.new_trials
+
+
+def eaten_by_borders(samples: Mapping[str, Sequence[float]]) -> str:
+    """Why a kernel in an op's place would not make a step faster, "" if it may.
+
+    A chain of one op has no borders between kernels of ours and of XLA; a step has two a call.
+    """
+    candidate_us, incumbent_us = (
+        statistics.median(samples[arm]) for arm in ("candidate_us", "incumbent_us")
+    )
+    saved_us, borders_us = incumbent_us - candidate_us, 2 * BORDER_US
+    if saved_us > borders_us:
+        return ""
+    return f"saves {saved_us:.1f} us a call, and its borders with XLA's take {borders_us:.1f} us"

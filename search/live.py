@@ -89,14 +89,20 @@ def _verdict(told: Mapping[str, Any]) -> ServerVerdict | None:
 class LiveTuner(Tuner):
     """The search's loop with the server's verdict in each decision for a candidate.
 
-    `plan_of` makes the whole plan of a point.
+    `plan_of` makes the whole plan of a point. `unworthy` says from the samples of a point why a
+    win would not be one in a step, "" if it may be: it is then not proposed.
     """
 
     def __init__(
-        self, server: LiveServer, plan_of: Callable[[Point], Plan], *args: Any, **options: Any
+        self,
+        server: LiveServer,
+        plan_of: Callable[[Point], Plan],
+        *args: Any,
+        unworthy: Callable[[Point, Mapping[str, Any]], str] = lambda point, arms: "",
+        **options: Any,
     ):
         super().__init__(*args, **options)
-        self._server, self._plan_of = server, plan_of
+        self._server, self._plan_of, self._unworthy = server, plan_of, unworthy
 
     def _resume(self) -> None:
         """What was best when the ledger was last written is proposed to a server without it."""
@@ -125,6 +131,10 @@ class LiveTuner(Tuner):
         in_force = self._server.plan()
         if in_force != self._plan_of(self.best.point):
             raise PlanChanged(f"the server runs {in_force.digest}")
+
+    def _judge(self, point: Point, arms: Mapping[str, Any]) -> Measurement:
+        reason = self._unworthy(point, arms)
+        return Measurement("passed", reason) if reason else super()._judge(point, arms)
 
     def _decided(self, point: Point, found: Measurement) -> tuple[Measurement, Promotion]:
         found, decision = super()._decided(point, found)

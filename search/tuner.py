@@ -1,7 +1,7 @@
 """The search's loop: ask an agent, compile ahead, measure, decide, remember.
 
     tuner = Tuner(ledger, target, measurer, pool, agent, budget)
-    tuner.run()                    # until the budget is used up or the space is
+    tuner.run()                    # until the budget or the space is used up, or nothing is to gain
     tuner.best                     # the point in force, its cost, the trial that found it
 
 A trial is in the ledger as soon as it ends, together with the decision about it. Run again on the
@@ -21,7 +21,8 @@ from typing import Any
 from polyjax.core.errors import PolyjaxError
 from search.agents import Agent
 from search.compile_pool import CompilePool
-from search.decisions import RULE, decide
+from search.cost.policy import SearchPolicy
+from search.decisions import RULE, decide, floors
 from search.digests import joint_digest
 from search.job_process import Answer
 from search.ledger import Ledger, Promotion, Trial
@@ -31,6 +32,7 @@ from search.space import Point
 from search.targets import Job, Target
 
 BASELINE = "baseline"
+FIRST_FORECAST = 48  # trials before the cost model is asked whether anything is left to gain
 _WAIT_S = 0.5
 
 
@@ -108,6 +110,10 @@ class Tuner:
         self._ready: collections.deque[_InFlight] = collections.deque()
         self._known = 0
         self._is_exhausted = False
+        self._tried: dict[Point, float | None] = {}
+        self._next_forecast = FIRST_FORECAST
+        self._noise_floor = 0.0  # what the last A/A run showed, relative
+        self.is_settled = False
         self.new_trials = 0
         self.start_us = math.nan
         self.best = Best(target.start, math.nan, 0)
@@ -118,7 +124,7 @@ class Tuner:
         return self.start_us / self.best.cost_us if self.best.trial else 1.0
 
     def run(self) -> None:
-        """Searches until the budget or the space is used up.
+        """Searches until the budget or the space is used up, or `is_settled`.
 
         Raises TuneError if what is in force cannot be compiled or does not pass its own gates.
         """
@@ -129,6 +135,9 @@ class Tuner:
         elif self.best.point != self._target.start:
             self._compile_now(self._target.jobs(self.best.point), "what is in force")
         while not self._budget.is_spent(self.new_trials):
+            if self._nothing_to_gain():
+                self.is_settled = True
+                break
             self._compile_ahead()
             if not self._in_flight and not self._ready:
                 break
@@ -136,6 +145,19 @@ class Tuner:
                 self._take_compiled(tag, answer)
             if self._ready and not self._budget.is_spent(self.new_trials):
                 self._finish(self._ready.popleft())
+
+    def _nothing_to_gain(self) -> bool:
+        """Whether the cost model rules out that a point not tried beats the best beyond noise.
+
+        Asked when the points tried have grown by half: it learns from them each time.
+        """
+        if len(self._tried) < self._next_forecast or not self.best.trial:
+            return False
+        self._next_forecast = max(FIRST_FORECAST, len(self._tried) * 3 // 2)
+        forecast = self._target.forecast(self._tried)
+        if forecast is None:
+            return False
+        return SearchPolicy(self._noise_floor).done(forecast, self.best.cost_us, len(self._tried))
 
     # -- what is known already ---------------------------------------------------------------
 
@@ -281,9 +303,12 @@ class Tuner:
         if self._share_cores:
             self._pool.pause()
         try:
-            return self._measurer.measure(*self._target.measured(point, self.best.point))
+            found = self._measurer.measure(*self._target.measured(point, self.best.point))
         finally:
             self._pool.resume()
+        if found.noise:
+            self._noise_floor = max(floors(found.noise).values())
+        return found
 
     def _relative(self, arms: Mapping[str, Any]) -> dict[str, float]:
         """The candidate's cost as its paired ratio to the incumbent's: drift drops out."""
@@ -300,9 +325,9 @@ class Tuner:
             "max_pairs": self._effort.max_pairs,
         }
         if decide(evidence)[0]:
-            judged = self._judge(point)
+            judged = self._judge(point, found.arms)
             evidence |= self._target.winner(point)
-            if judged.status != "passed":
+            if judged.reason:  # also of one that passed: it is not worth more than that
                 evidence["refused"] = judged.reason
                 found = dataclasses.replace(found, status=judged.status, reason=judged.reason)
             verdicts = {**found.verdicts, "all gates": dict(judged.verdicts)}
@@ -311,7 +336,8 @@ class Tuner:
         incumbent = self.best.trial or None
         return found, Promotion(0, incumbent, RULE, promoted, evidence)
 
-    def _judge(self, point: Point) -> Measurement:
+    def _judge(self, point: Point, arms: Mapping[str, Any]) -> Measurement:
+        """What all gates say of a candidate with these samples; a reason forbids a promotion."""
         try:
             self._compile_now(self._target.final_jobs(point), "the winner")
         except TuneError as error:
@@ -366,6 +392,7 @@ class Tuner:
     def _tell(self, point: Point, cost_us: float | None) -> None:
         """The starting point may lie outside the space: another kernel, or XLA."""
         if point in self._target.space:
+            self._tried[point] = cost_us
             self._agent.tell(point, cost_us)
 
     def _count(self, trial_id: int, trial: Trial) -> None:

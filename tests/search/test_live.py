@@ -12,7 +12,7 @@ import pytest
 from polyjax.core.errors import RequestError
 from polyjax.core.plan import Plan
 from search.agents.random import Random
-from search.background import Round
+from search.background import Round, eaten_by_borders
 from search.job_process import Answer
 from search.ledger import Ledger
 from search.live import (
@@ -186,6 +186,26 @@ def test_a_plan_the_server_keeps_is_promoted(tmp_path: Path) -> None:
     [decision] = [p for p in made._ledger.promotions() if p.promoted]
     assert decision.evidence["server"]["accepted"]
     assert statuses(made)["fast"] == "passed"
+
+
+def test_a_win_that_is_none_in_a_step_is_not_proposed(tmp_path: Path) -> None:
+    engine, measurer = ToyEngine(SURVIVED), ToyMeasurer()
+    made = tuner(tmp_path, engine, measurer)
+    made._unworthy = lambda at, arms: f"{dict(at)['speed']} costs more around it"
+    made.run()
+    assert not engine.proposed and made.best.point == point("start")
+    fast = next(t for t in made._ledger.trials("toy") if t.candidate["speed"] == "fast")
+    assert (fast.status, fast.reason) == ("passed", "fast costs more around it")
+    assert fast.verdicts["relative"]["cost_us"] == pytest.approx(50.0, rel=0.01)
+    [decision] = [p for p in made._ledger.promotions() if p.trial == fast.id]
+    assert not decision.promoted and "but fast costs more around it" in decision.evidence["reason"]
+
+
+def test_a_kernel_must_save_more_than_its_borders_take() -> None:
+    samples = {"incumbent_us": [30.0, 31.0, 32.0], "candidate_us": [20.0, 21.0, 22.0]}
+    assert eaten_by_borders(samples) == ""
+    samples["candidate_us"] = [28.0, 29.0, 30.0]
+    assert eaten_by_borders(samples).startswith("saves 2.0 us a call")
 
 
 @pytest.mark.parametrize("verdict", [REFUSED, ROLLED_BACK])
