@@ -164,5 +164,5 @@ def _optuna() -> Any:
         return importlib.import_module("optuna")
     except ImportError as error:
         raise ConfigError(
-            'the agent "tpe" is Optuna\'s: pip install "polyjax[search]", or leave it out of --agents'
+            'the agent "tpe" is Optuna\'s: pip install "polyjax[search]", or name other --agents'
         ) from error

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.cache import source_digest
 from polyjax.compiler.program import ProgramKey, ProgramRequest
@@ -20,6 +22,7 @@ from polyjax.core.errors import ConfigError
 from polyjax.core.op import Kernel, Workload
 from polyjax.core.plan import Plan
 from search.compile_jobs import OpCandidate, compile_op, compile_step
+from search.cost import Prediction
 from search.cost.learned import CostModel
 from search.digests import joint_digest
 from search.edits import Edit, Surroundings, apply
@@ -89,6 +92,12 @@ class Target(Protocol):
         """What one arm costs, pair by pair, from the samples of all groups."""
 
     def predicted_us(self, point: Point) -> float | None: ...
+
+    def forecast(self, costs_us: Mapping[Point, float | None]) -> Prediction | None:
+        """What may be left: a prediction of the points that are not in `costs_us`, or None.
+
+        `costs_us` are the points tried, None where one failed; the prediction learns of them.
+        """
 
     def winner(self, point: Point) -> dict[str, Any]:
         """What a promotion keeps of the point besides its samples."""
@@ -175,6 +184,9 @@ class PlanTarget:
     def predicted_us(self, point: Point) -> float | None:
         return None
 
+    def forecast(self, costs_us: Mapping[Point, float | None]) -> Prediction | None:
+        return None
+
     def winner(self, point: Point) -> dict[str, Any]:
         return {"plan": self.plans[point].to_json(), "model": self.setup.config.model or ""}
 
@@ -215,6 +227,7 @@ class OpTarget:
         self.kernel_name = kernel_name
         self._kept = kept
         self.prior: Callable[[Point], float] | None = None
+        self._cost_model = cost_model
         self.refused: Mapping[str, int] = {}
         if kernel_name:
             kernel = kernel_named(kernel_name)
@@ -269,6 +282,16 @@ class OpTarget:
     def predicted_us(self, point: Point) -> float | None:
         """What the cost model says of a schedule; nothing of a form or another kernel."""
         return None if self.prior is None or point not in self.space else self.prior(point)
+
+    def forecast(self, costs_us: Mapping[Point, float | None]) -> Prediction | None:
+        """Of schedules only: no cost model knows forms."""
+        if self._cost_model is None or not self.kernel_name:
+            return None
+        kernel = kernel_named(self.kernel_name)
+        timed = {p: us for p, us in costs_us.items() if us is not None and p in self.space}
+        self._cost_model.learn(kernel, self.workload, [*timed], np.array([*timed.values()]))
+        rest = [point for point in self.space.points if point not in costs_us]
+        return self._cost_model.predict(kernel, self.workload, rest)
 
     def winner(self, point: Point) -> dict[str, Any]:
         winner = self._op(point)
