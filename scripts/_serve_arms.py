@@ -21,7 +21,7 @@ from polyjax.load import LoadError
 
 ASK_TIMEOUT_S = 30
 READY_POLL_S = 0.05
-STOP_LIMIT_S = 40.0  # for a server to end in order; then its process group is killed
+STOP_LIMIT_S = 15.0  # for a server to end in order; then its process group is killed
 LOG_TAIL_LINES = 15
 
 

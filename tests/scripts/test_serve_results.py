@@ -98,3 +98,13 @@ vllm:prompt_tokens_total{engine="0",model_name="m"} 7.0
         "detokenise": 0.5,
         "http": 1.25,
     }
+
+
+def test_starts_are_compared_from_weights_to_ready(made) -> None:
+    starts = importlib.import_module("_serve_start")
+    cold = [starts.Start(70.0, 71.0, 10.0, 60.0, "chip")]
+    warm = [starts.Start(8.0, 8.0 + i, 5.0, 3.0, "chip") for i in range(3)]
+    first, ratio = starts.start_results(cold, warm, "1b", "")
+    assert (first.metric, first.value, first.goal) == ("start_1b_warm_s", 9.0, 10.0)
+    assert (ratio.metric, ratio.value, ratio.goal) == ("start_1b_warm_vs_cold", 20.0, 10.0)
+    assert starts.start_results(cold, warm[:2], "1b", "") == []

@@ -173,6 +173,21 @@ def test_the_script_ends_in_time_and_says_what_is_missing(server: Server) -> Non
     assert "missing, as the time was over: polyjax at concurrency 2: 3 runs" in result.stdout
 
 
+def test_the_script_measures_starts(model_dir: Path, tmp_path: Path) -> None:
+    command = (
+        f"{sys.executable} -P -m polyjax.serve {model_dir} --port={{port}} --host=127.0.0.1 "
+        "--scripted_engine='{}' --compile_cache_dir={cache}"
+    )
+    result = run_script(
+        *(f"--arm=polyjax={command}", "--cold_starts=0", "--warm_starts=1"),
+        *(f"--cache_dir={tmp_path}", f"--server_logs={tmp_path}"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "warm start 1: first token after" in result.stdout
+    refused = run_script("--arm=polyjax=server --port={port}", "--warm_starts=1")
+    assert refused.returncode == 1 and "{cache}" in refused.stderr
+
+
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     broken = f"{sys.executable} -c 'print(7 * 6); raise SystemExit({{port}} and 3)'"
     result = run_script(f"--arm=a={broken}", f"--server_logs={tmp_path}")
