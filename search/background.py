@@ -136,6 +136,7 @@ class BackgroundTuner:
         turns = Turns(setting.folder / f"turns-{os.getpid()}")
         self._measurer = LeasedMeasurer(call, turns, AGENT_NAME, self._environment)
         self._fits = True  # whether the model fits beside the server a second time
+        self._unmeasurable: set[str] = set()  # workloads whose inputs do not
 
     def run(self) -> None:
         """Goes through rounds for ever. Raises EngineDead, and LedgerRefused for a --ledger that
@@ -259,8 +260,17 @@ class BackgroundTuner:
 
     def _tune_op(self, search: _Search, workload: Workload, kernel: str, trials: int) -> int:
         """One turn on the schedules of one kernel for one workload; 0 if it cannot be searched."""
+        if workload.key in self._unmeasurable:
+            return 0
         plan, seed = self._server.plan(), search.begun.seed
-        opened = self._measurer.open(OpSetup(workload, seed, EFFORT))
+        try:
+            opened = self._measurer.open(OpSetup(workload, seed, EFFORT))
+        except MeasureError as error:
+            if search.on_cpu:
+                raise
+            log.warning("%s is not tuned: %s", workload.key, error)
+            self._unmeasurable.add(workload.key)
+            return 0
         folder = self._setting.folder / "chains"
         model = CostModel(chip(opened.device_kind), seed)
         model.update(list(search.ledger.trials(workload.key, "passed")), {workload.key: workload})
