@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
 from polyjax.compiler.program import Kind, ProgramKey, StepProgram
@@ -25,7 +27,9 @@ from polyjax.core.errors import ConfigError, PolyjaxError
 from polyjax.core.results import Baseline, Result, measured
 from polyjax.engine.engine import Engine
 from polyjax.engine.launcher import RunningStep
+from polyjax.engine.programs import PlanPrograms
 from polyjax.engine.sequence import SamplerKind
+from polyjax.engine.step import Launch
 from polyjax.engine.types import Request, SamplingParams
 
 THROUGHPUT_GOAL = 0.97
@@ -56,8 +60,23 @@ class Sample:
         return self.batch * self.steps / self.loop_s
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A launch of a step, without the arrays it made: held, they would make the next ones move."""
+
+    programs: PlanPrograms
+    launch: Launch
+    flat: npt.NDArray[np.int32]
+
+
+def _calls(running: RunningStep | None) -> list[Call]:
+    if running is None:
+        return []
+    return [Call(running.programs, each.launch, each.flat) for each in running.launches]
+
+
 class DecodePhase:
-    """Requests of equal length, all in decode; keeps what `record`ed steps launched."""
+    """Requests of equal length; measures the engine while all of them are in decode."""
 
     def __init__(self, engine: Engine, batch: int, prompt_tokens: int, steps: int, seed: int):
         limit = engine.info.max_model_len - prompt_tokens
@@ -79,23 +98,22 @@ class DecodePhase:
             ids = rng.choices(vocabulary, k=prompt_tokens)
             engine.add(Request(request_id, ids, params, time.monotonic()))
 
-    def run(self) -> tuple[float, int, list[RunningStep]]:
-        """Returns (seconds, late steps, launched steps) of the phase; ends the requests.
+    def run(self) -> tuple[float, int, list[list[Call]]]:
+        """Returns (seconds, late steps, each step's launches) of the phase; ends the requests.
 
         Between its ends as many steps were launched as committed: the one in flight stays one.
         """
         engine = self._engine
         self._until_all_decode()
-        launched = []
+        steps = []
         num_late = 0
         started_s = time.perf_counter()
         for _ in range(self._steps):
             num_late += _is_over(engine.in_flight)
             engine.step()
-            launched.append(engine.in_flight)
+            steps.append(_calls(engine.in_flight))
         seconds = time.perf_counter() - started_s
-        steps = [running for running in launched if running is not None]
-        if len(steps) < self._steps or not all(map(self._is_decode, steps)):
+        if not all(map(self._is_decode, steps)):
             raise PolyjaxError("streams ended or waited within the measured steps")
         for request_id in self._ids:
             engine.abort(request_id)
@@ -104,17 +122,14 @@ class DecodePhase:
         return seconds, num_late, steps
 
     def _until_all_decode(self) -> None:
-        while not self._is_decode(self._engine.in_flight):
+        while not self._is_decode(_calls(self._engine.in_flight)):
             if not self._engine.has_work:
                 raise PolyjaxError("the first streams ended before the last prompt was computed")
             self._engine.step()
 
-    def _is_decode(self, running: RunningStep | None) -> bool:
-        return (
-            running is not None
-            and all(launch.launch.decode for launch in running.launches)
-            and sum(len(launch.launch.sequences) for launch in running.launches) == self._batch
-        )
+    def _is_decode(self, calls: Sequence[Call]) -> bool:
+        rows = sum(len(call.launch.sequences) for call in calls)
+        return rows == self._batch and all(call.launch.decode for call in calls)
 
 
 def _is_over(running: RunningStep | None) -> bool:
@@ -124,17 +139,16 @@ def _is_over(running: RunningStep | None) -> bool:
     return all(array.is_ready() for array in tokens)
 
 
-def bare_loop(engine: Engine, steps: Sequence[RunningStep]) -> float:
+def bare_loop(engine: Engine, steps: Sequence[Sequence[Call]]) -> float:
     """Returns the seconds that the programs of `steps` take, called one after another."""
     state = engine.state
     replicated = NamedSharding(engine.mesh, PartitionSpec())
     calls: list[tuple[StepProgram, jax.Array]] = []
-    for step in steps:
-        for launch in step.launches:
-            if launch.launch.sampler is not SamplerKind.GREEDY:
-                raise PolyjaxError("a measured step is not greedy")
-            key = ProgramKey(Kind.DECODE_GREEDY, launch.launch.bucket)
-            calls.append((step.programs[key], jax.device_put(np.array(launch.flat), replicated)))
+    for call in itertools.chain.from_iterable(steps):
+        if call.launch.sampler is not SamplerKind.GREEDY:
+            raise PolyjaxError("a measured step is not greedy")
+        key = ProgramKey(Kind.DECODE_GREEDY, call.launch.bucket)
+        calls.append((call.programs[key], jax.device_put(call.flat, replicated)))
     jax.block_until_ready(([flat for _, flat in calls], state.kv, state.last_tokens))
     one_at_a_time = engine.source.one_at_a_time
     started_s = time.perf_counter()

@@ -28,7 +28,7 @@ def test_the_loop_runs_what_the_engine_launched(script: ModuleType, tmp_path: Pa
     assert seconds > 0 and 0 <= late <= 5 and not engine.has_work
     assert engine.stats().kv_usage == 0.0
     for before, after in itertools.pairwise(steps):
-        starts = [launch.launch.starts for launch in (*before.launches, *after.launches)]
+        starts = [call.launch.starts for call in (*before, *after)]
         assert starts[1] == [start + 1 for start in starts[0]]  # a token each, none skipped
     assert script.bare_loop(engine, steps) > 0
 
