@@ -51,6 +51,14 @@ def other(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def engine(golden_folder: Path, base: Path) -> Iterator[Engine]:
+    """Started with the base weights; files with another engine have a fixture of this name."""
+    made = golden_engine(base, golden_folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def fresh(golden_folder: Path, base: Path, other: Path) -> Iterator[dict[str, Engine]]:
     """Engines that were started with the one weights and the other; nothing changes them."""
     made = {

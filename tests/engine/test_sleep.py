@@ -29,13 +29,6 @@ from tests.engine.golden_engine import (
 from tests.engine.serving import Stream, greedy
 
 
-@pytest.fixture(scope="module")
-def engine(golden_folder: Path, base: Path) -> Iterator[Engine]:
-    made = golden_engine(base, golden_folder)
-    yield made
-    made.close()
-
-
 @pytest.fixture(autouse=True)
 def awake_again(engine: Engine) -> Iterator[None]:
     yield

@@ -23,18 +23,10 @@ from tests.engine.golden_engine import (
     TOKENS,
     Traffic,
     answer,
-    golden_engine,
     under_way,
 )
 from tests.engine.serving import Stream, greedy, step_without_compiling
 from tests.goldens import golden
-
-
-@pytest.fixture(scope="module")
-def engine(golden_folder: Path, base: Path) -> Iterator[Engine]:
-    made = golden_engine(base, golden_folder)
-    yield made
-    made.close()
 
 
 @pytest.fixture(autouse=True)
