@@ -28,6 +28,7 @@ from search.agents import AGENTS
 from search.compile_pool import CompilePool
 from search.cost.analytical import BORDER_US
 from search.cost.learned import CostModel
+from search.kernels import kernels_for
 from search.leases import EFFORT, Call, LeasedMeasurer
 from search.ledger import Ledger
 from search.live import LiveServer, LiveTuner, PlanChanged, has_drifted
@@ -38,7 +39,7 @@ from search.plan_bench import DescribedModel, PlanSetup
 from search.run import in_force, with_choice
 from search.space import Point
 from search.step_costs import describe_costs
-from search.targets import OpTarget, PlanTarget, Target, tunable
+from search.targets import OpTarget, PlanTarget, Target
 from search.traffic import TrafficSpec, padded_tokens
 from search.tuner import Budget, TuneError
 from search.turns import Turns
@@ -109,9 +110,10 @@ class _Search:
 
     def pairs(self, plan: Plan) -> Iterator[tuple[Workload, str]]:
         """Workloads with a kernel whose schedules can be searched here, by the kernel's name."""
-        workloads = self.described.workloads
+        workloads, platform = self.described.workloads, self.described.platform
         if not self.on_cpu:
-            yield from ((w, k.name) for w, k in tunable(workloads, self.described.platform))
+            for workload in workloads.values():
+                yield from ((workload, k.name) for k in kernels_for(workload, platform))
         for key, choice in plan.choices:
             if choice.kernel.startswith(PREFIX) and key in workloads:
                 yield workloads[key], choice.kernel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from tests import tiny_llama
 
 PLAN = Plan(ladder=tiny_llama.LADDER)
 TRAFFIC = {"prompt_tokens": [8], "output_tokens": [8], "concurrency": [2]}
-OPS = {name: Workload(name, (), (), ()) for name in ("cheap", "dear", "huge", "unused")}
+OPS = {name: Workload(name, (), (), ()) for name in ("bare", "cheap", "dear", "huge", "unused")}
 COSTS_US = {OPS["cheap"].key: 1.0, OPS["dear"].key: 5.0, OPS["huge"].key: 9.0}
 
 
@@ -72,13 +71,13 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     def target(workload: Workload, *_: Any) -> Any:
         return SimpleNamespace(workload=workload, space=[1, 2], prior=None)
 
-    def pairs(workloads: Mapping[str, Workload], platform: str) -> list[Any]:
-        return [(w, SimpleNamespace(name="toy")) for w in workloads.values()]
+    def kernels(workload: Workload, platform: str) -> list[Any]:
+        return [] if workload.op == "bare" else [SimpleNamespace(name="toy")]
 
     for name, made in (("LeasedMeasurer", Measurer), ("LiveServer", Server), ("LiveTuner", Turn)):
         monkeypatch.setattr(background, name, made)
     monkeypatch.setattr(background, "OpTarget", target)
-    monkeypatch.setattr(background, "tunable", pairs)
+    monkeypatch.setattr(background, "kernels_for", kernels)
     monkeypatch.setattr(background, "AGENTS", {"bandit": lambda *_: None})
     return taken
 
