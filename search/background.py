@@ -255,10 +255,16 @@ class BackgroundTuner:
         return self._turn(search, target, target.plans.__getitem__, predict, TRIALS_A_TURN)
 
     def _tune_ops(self, search: _Search, trials: int) -> int:
-        """A turn of up to `trials` on each op, those first that a token costs most in."""
-        pairs = list(search.pairs(self._server.plan()))
-        pairs.sort(key=lambda pair: -search.costs.get(pair[0].key, 0.0))
-        return sum(self._tune_op(search, workload, name, trials) for workload, name in pairs)
+        """A turn of up to `trials` on each op, those first that a token costs most in.
+
+        Raises PlanChanged where a winner came into force: the next round starts from it.
+        """
+        plan = self._server.plan()
+        pairs = sorted(search.pairs(plan), key=lambda pair: -search.costs.get(pair[0].key, 0.0))
+        tried = sum(self._tune_op(search, workload, name, trials) for workload, name in pairs)
+        if self._server.plan() != plan:
+            raise PlanChanged("an op has a better schedule")
+        return tried
 
     def _tune_op(self, search: _Search, workload: Workload, kernel: str, trials: int) -> int:
         """One turn on the schedules of one kernel for one workload; 0 if it cannot be searched."""
