@@ -15,6 +15,7 @@ _KERNELS = {
     "mosaic_gpu.norm_gate_up.gemv": "norm_gate_up.mosaic_gpu:GEMV",
     "mosaic_gpu.norm_qkv_rope_write.stream": "norm_qkv_rope_write.mosaic_gpu:STREAM",
     "mosaic_gpu.paged_attention.decode": "paged_attention.mosaic_gpu:KERNEL",
+    "mosaic_gpu.paged_attention.prefill": "paged_attention.mosaic_gpu_prefill:KERNEL",
     "mosaic_gpu.lm_head.stream": "lm_head.mosaic_gpu:STREAM",
     "mosaic_gpu.lm_head_sample.stream": "lm_head_sample.mosaic_gpu:STREAM",
     "mosaic_gpu.rms_norm.row": "rms_norm.mosaic_gpu:KERNEL",

@@ -149,16 +149,22 @@ def attention(
     page: int,
     columns: int,
     seed: int,
-    first: bool = False,
+    first: int = 0,
+    queries: tuple[int, ...] = (),
+    tokens: int = 1,
     **static: Any,
 ) -> Case:
-    """Slots that no sequence owns hold NaN; a length of 0 is a row without a token."""
+    """Slots that no sequence owns hold NaN; a length of 0 is a row without a token.
+
+    `queries` of a bucket's `tokens` are new (default: one where there is any); the first `first`
+    pages of each sequence have been freed.
+    """
     draw = Draw(seed)
     batch = len(lens)
-    q = draw.normal(batch, 1, heads, dim, scale=30.0 if name == "large logits" else 1.0)
+    q = draw.normal(batch, tokens, heads, dim, scale=30.0 if name == "large logits" else 1.0)
     pool = np.array(draw.normal(batch * columns + 1, 2, kv_heads, page, dim).astype(F32))
     pages = 1 + draw.rng.permutation(batch * columns).reshape(batch, columns)
-    skipped = np.array([1 if first else 0] * batch)
+    skipped = np.array([first] * batch)
     for row, length in enumerate(lens):
         for position in range(max(0, length - skipped[row] * page), columns * page):
             pool[pages[row, position // page], :, :, position % page] = np.nan
@@ -168,7 +174,7 @@ def attention(
         jnp.asarray(pool, BF16),
         jnp.asarray(pages, I32),
         jnp.asarray(lens, I32),
-        jnp.asarray([min(1, length) for length in lens], I32),
+        jnp.asarray(queries or [min(1, length) for length in lens], I32),
         *([jnp.asarray(skipped, I32)] if first else []),
     )
     static = {"scale": dim**-0.5, **static}
@@ -187,6 +193,25 @@ def attention(
         return within(expected, bound)
 
     return Case(f"attention {name}", ops.PAGED_ATTENTION, arguments, static, prepare)
+
+
+def prompts(seed: int) -> list[Case]:
+    """Many new tokens a sequence: ragged, continued, padded, at the edges of tiles and pages."""
+    return [
+        attention("ragged prompts", (100, 0, 70), 4, 2, 64, 64, 2, seed, queries=(100, 0, 3),
+                  tokens=104),
+        attention("prompt chunks", (190, 64), 3, 1, 64, 32, 6, seed, queries=(60, 64), tokens=64),
+        attention("prompt of heads of 128", (130,), 2, 1, 128, 128, 2, seed, queries=(130,),
+                  tokens=130),
+        attention("prompt with window and soft cap", (300, 90), 2, 2, 64, 16, 19, seed,
+                  queries=(90, 90), tokens=96, window=70, soft_cap=20.0),
+        attention("prompt after freed pages", (200, 170), 4, 1, 64, 16, 10, seed, first=3,
+                  queries=(40, 9), tokens=40, window=80),
+        attention("few new tokens", (65, 2, 40), 4, 4, 64, 64, 2, seed, queries=(3, 2, 1),
+                  tokens=3),
+        attention("prompt of heads of 256", (70,), 2, 1, 256, 64, 2, seed, queries=(70,),
+                  tokens=72),
+    ]  # fmt: skip
 
 
 def head(name: str, m: int, v: int, d: int, seed: int, soft_cap: float = 0.0) -> Case:
@@ -359,7 +384,7 @@ def cases(seed: int) -> list[Case]:
         attention(
             "window and soft cap", (250, 120), 8, 1, 128, 128, 2, seed, window=100, soft_cap=20.0
         ),
-        attention("freed first pages", (100, 90), 4, 4, 64, 32, 3, seed, first=True, window=60),
+        attention("freed first pages", (100, 90), 4, 4, 64, 32, 3, seed, first=1, window=60),
         attention("large logits", (130,), 8, 2, 64, 32, 5, seed),
         head("remainder of V", 3, 136, 128, seed, soft_cap=20.0),
         head("eight rows", 8, 256, 256, seed),
@@ -375,4 +400,5 @@ def cases(seed: int) -> list[Case]:
         single("pool", ops.KV_WRITE, (draw.normal(4, 2, 2, 16, 64), *new, draw.slots(3, 4, 16)), 0),
         single("clipped ids", ops.EMBED, (draw.normal(40, 256), jnp.asarray([3, 99, 0], I32)), 0),
         *tpu_cases(seed),
+        *prompts(seed),
     ]

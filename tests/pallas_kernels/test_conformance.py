@@ -68,12 +68,19 @@ PAGE_EDGES = tuple(
 )
 
 
+PROMPT_EDGES = ("attention ragged prompts", "attention prompt after freed pages")
+
+
 def marked(pair: tuple[str, int]) -> Any:
-    """A TPU kernel's proof is the case made for its edges; the others take their time."""
+    """A TPU kernel's proof is the case made for its edges; the others take their time.
+
+    Of prompts, which take several warpgroups, two cases have all edges.
+    """
     name, index = pair
     kernel, case = CATALOGUE[name], CASES[index]
     thorough = case.platforms == ("tpu",) or case.name in PAGE_EDGES
     slow = kernel.platform == "tpu" and not thorough
+    slow |= case.workload.get("T") > 1 and case.name not in PROMPT_EDGES
     return pytest.param(*pair, marks=pytest.mark.slow if slow else ())
 
 
