@@ -105,12 +105,11 @@ def make_agent(name: str, space: Space, seed: int, prior: Predictor | None) -> A
 class Tpe:
     """Optuna's tree-structured Parzen estimator (Bergstra et al. 2011), for comparison only.
 
-    It knows fields, not which of their combinations are legal. What it proposes outside the table
-    or twice costs it nothing; after `PATIENCE` such proposals in a row a random point is measured.
+    It knows fields, not which of their combinations are legal: where it proposes one outside the
+    table or twice, the point that differs from that in fewest fields is measured instead.
     """
 
     name = "tpe"
-    PATIENCE = 50
 
     def __init__(self, space: Space, seed: int):
         optuna = _optuna()
@@ -128,15 +127,19 @@ class Tpe:
         self._asked: dict[Point, Any] = {}
 
     def ask(self) -> Point | None:
-        for _ in range(self.PATIENCE):
-            trial = self._study.ask(self._distributions)
-            point = tuple((n, trial.params.get(n, v[0])) for n, v in self._space.values.items())
-            if point in self._space and point not in self._us:
-                self._asked[point] = trial
-                return point
-            self._finish(trial, self._us.get(point))
-        fresh = [point for point in self._space.points if point not in self._us]
-        return fresh[int(self._rng.integers(len(fresh)))] if fresh else None
+        fresh = [p for p in self._space.points if p not in self._us and p not in self._asked]
+        if not fresh:
+            return None
+        trial = self._study.ask(self._distributions)
+        wanted = {n: trial.params.get(n, v[0]) for n, v in self._space.values.items()}
+        differing = [sum(wanted[n] != value for n, value in point) for point in fresh]
+        nearest = [p for p, d in zip(fresh, differing, strict=True) if d == min(differing)]
+        point = nearest[int(self._rng.integers(len(nearest)))]
+        if min(differing):
+            self._finish(trial, None)
+        else:
+            self._asked[point] = trial
+        return point
 
     def tell(self, point: Point, cost_us: float | None) -> None:
         self._us[point] = cost_us

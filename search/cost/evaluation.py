@@ -36,12 +36,20 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one workload left out; `analytical` is the same without anything learned."""
+    """Of one workload left out; `analytical` is the same without anything learned.
+
+    `predicted_us` [rows] are the learned model's, `us` [rows] what was measured.
+    """
 
     workload: Workload
-    rows: int
     learned: Quality
     analytical: Quality
+    predicted_us: np.ndarray
+    us: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.us)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -113,6 +121,6 @@ def leave_one_out(tables: Sequence[Table], chip: ChipSpec, seed: int = 0) -> lis
         others = [table for table in tables if table is not left_out]
         learned, us = predictions(taught(others, chip, seed), left_out)
         analytical, _ = predictions(CostModel(chip), left_out)
-        score = Score(left_out.workload, len(us), quality(learned, us), quality(analytical, us))
-        scores.append(score)
+        found = quality(learned, us), quality(analytical, us)
+        scores.append(Score(left_out.workload, *found, learned.us, us))
     return scores

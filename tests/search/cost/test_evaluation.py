@@ -115,6 +115,15 @@ def test_unknown_agents_are_named(tables):
         make_agent("best", landscape.space, 0, None)
 
 
+def test_optuna_asks_for_every_point_of_a_table_once(tables):
+    (landscape,) = landscapes(tables[0])
+    agent, asked = make_agent("tpe", landscape.space, 3, None), []
+    while (point := agent.ask()) is not None:
+        asked.append(point)
+        agent.tell(point, None if len(asked) % 5 == 0 else landscape.us[point])
+    assert sorted(asked) == sorted(landscape.space.points)
+
+
 def test_optuna_is_asked_for_only_where_it_is_used(tables, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     (landscape,) = landscapes(tables[0])
