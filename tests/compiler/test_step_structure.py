@@ -39,6 +39,7 @@ KERNEL = "mosaic_gpu_v2"
 KERNELS = {
     "persistent": [n for n in CATALOGUE if n.endswith((".persistent", "sample.stream"))],
     "per_op": [n for n in CATALOGUE if not n.endswith((".persistent", ".gemv"))],
+    "prefill": ["mosaic_gpu.paged_attention.prefill"],
     "reference": [],
 }
 # A graph holds none of these: they wait for the host, or XLA runs them as separate launches.
@@ -69,9 +70,9 @@ def spec(layers: int) -> StateSpec:
 
 
 @functools.cache
-def lowered(kernels: str, batch: int, layers: int, kind: Kind) -> Any:
+def lowered(kernels: str, batch: int, layers: int, kind: Kind, tokens: int = 1) -> Any:
     """The step's StableHLO module for an H200, with every one of KERNELS that can run."""
-    base, key = Plan(), ProgramKey(kind, Bucket(1, batch, 2))
+    base, key = Plan(), ProgramKey(kind, Bucket(tokens, batch, 8 if tokens > 1 else 2))
     mesh = base.mesh.mesh()
     catalogue = {name: CATALOGUE[name] for name in KERNELS[kernels]}
     call = abstract_call(ProgramRequest(spec(layers), base, key), mesh)
@@ -137,6 +138,15 @@ def test_a_kernel_per_op_step_is_five_kernels_a_layer() -> None:
     """Attention input, attention, output projection, gate and up, down."""
     # Beside them the embedding, and the head with sampling.
     assert kernels_run(lowered("per_op", 64, 2, Kind.DECODE_GREEDY)) == {KERNEL: 2 * 5 + 2}
+
+
+def test_a_prompts_attention_is_one_kernel_a_layer_by_default() -> None:
+    """The reference would gather whole page tables and write the scores of all of them."""
+    base, key = Plan(), ProgramKey(Kind.PREFILL, Bucket(256, 2, 8))
+    call = abstract_call(ProgramRequest(spec(2), base, key), base.mesh.mesh())
+    chosen = {choice.kernel for _, choice in default_choices([call], CATALOGUE, H200, {})}
+    assert "mosaic_gpu.paged_attention.prefill" in chosen
+    assert kernels_run(lowered("prefill", 2, 2, Kind.PREFILL, tokens=256)) == {KERNEL: 2}
 
 
 @pytest.mark.parametrize(("kernels", "batch"), [("persistent", 1), ("per_op", 64)])
