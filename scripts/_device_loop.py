@@ -153,7 +153,7 @@ def bare_loop(engine: Engine, steps: Sequence[Sequence[Call]]) -> float:
     one_at_a_time = engine.source.one_at_a_time
     started_s = time.perf_counter()
     for program, flat in calls:
-        state.kv, state.last_tokens, tokens, _ = program(
+        state.kv, state.last_tokens, tokens, *_ = program(
             state.params, state.kv, state.last_tokens, flat
         )
         if one_at_a_time:

@@ -48,7 +48,7 @@ class PlanArm:
         """Dispatches one launch; returns last hidden states [B,D] and tokens [B]."""
         state = self._state
         if call.sampler is None:
-            state.kv, state.last_tokens, tokens, hidden = call.program(
+            state.kv, state.last_tokens, tokens, hidden, _ = call.program(
                 state.params, state.kv, state.last_tokens, call.flat
             )
             return hidden, tokens

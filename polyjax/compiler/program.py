@@ -6,6 +6,7 @@ and comes back first in its results:
     kind            arguments                              results
     PREFILL         params kv last_tokens flat             kv last_hidden[B,D] hidden[B*T,D]
     DECODE_*        params kv last_tokens flat             kv last_tokens tokens[B] last_hidden[B,D]
+                                                           flat
     SAMPLE_*        head last_tokens hidden rows           last_tokens tokens[B]
     SAMPLE_FULL     head last_tokens sampling hidden rows mask      last_tokens sampling tokens[B]
     SCORE           head hidden[R,D] targets[R] mask       scores[R,SCORE_COLUMNS]
@@ -15,7 +16,9 @@ and comes back first in its results:
     COMPARE_PAGES   kv ours[G,R] theirs[G,R]               differences[L,3], see `_compare_pages`
 
 A decode program samples by itself, greedily or with Gumbel noise; where a row needs more, its
-`last_hidden` goes through a sampler, whose token overwrites the first.
+`last_hidden` goes through a sampler, whose token overwrites the first. Its last result is the
+packed array of the step after, every row one token further: where nothing else changes, the next
+launch takes it and the host sends nothing.
 """
 
 from __future__ import annotations
@@ -152,11 +155,12 @@ def _prefill(model: _Tracing, params: Any, kv: Any, last_tokens: Any, flat: Any)
 def _decode(
     model: _Tracing, params: Any, kv: Any, last_tokens: Any, flat: Any, *, greedy: bool
 ) -> Any:
+    following = model.one_token_further(flat)
     if greedy and (fused := model.decode_greedy(params, kv, last_tokens, flat)) is not None:
-        return fused
+        return *fused, following
     _, last_hidden, kv, batch = model.forward(params, kv, last_tokens, flat)
     last_tokens, tokens = model.sample(params, last_tokens, last_hidden, batch, greedy)
-    return kv, last_tokens, tokens, last_hidden
+    return kv, last_tokens, tokens, last_hidden, following
 
 
 def _sample(
@@ -248,7 +252,7 @@ _FORMS: dict[Kind, _Form] = {
         kind: _Form(
             functools.partial(_decode, greedy=kind is Kind.DECODE_GREEDY),
             (("params", False), ("kv", True), ("last_tokens", True)),
-            ("kv", "last_tokens", "", ""),
+            ("kv", "last_tokens", "", "", ""),
         )
         for kind in DECODES
     },
@@ -285,6 +289,11 @@ class _Tracing:
         self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
 
+    def one_token_further(self, flat: Any) -> Any:
+        """The packed array of the step after, if the same rows decode on in the same pages."""
+        live = self.layout.split(flat).query_lens
+        return flat.at[self.layout.context_words].add(live)
+
     def inputs(self, last_tokens: Any, flat: Any) -> tuple[StepBatch, PackedBatch]:
         """The step as a model takes it, and the unpacked batch."""
         batch = self.layout.split(flat)
@@ -301,7 +310,7 @@ class _Tracing:
         return step, batch
 
     def decode_greedy(self, params: Any, kv: Any, last_tokens: Any, flat: Any) -> Any:
-        """What DECODE_GREEDY returns, or None for a family without such an op."""
+        """(kv, last_tokens, tokens, last_hidden), or None for a family without such an op."""
         step, batch = self.inputs(last_tokens, flat)
         fused = self.abstract.merge(params).decode_greedy(self.ops, step, kv)
         if fused is None:

@@ -94,6 +94,18 @@ class BatchLayout:
         """Length of the flat array."""
         return self._length(self.shapes)
 
+    @property
+    def context_words(self) -> slice:
+        """Where `context_lens` lies in the flat array."""
+        start = self._length(self.shapes[: PackedBatch._fields.index("context_lens")])
+        return slice(start, start + self.bucket.sequences)
+
+    def one_token_further(self, flat: Any) -> Any:
+        """A copy of a numpy array: the step after, if the same rows decode on in the same pages."""
+        further = flat.copy()
+        further[self.context_words] += self.split(flat).query_lens
+        return further
+
     def split_rows(self, rows: Any) -> PackedBatch:
         """The fields of the leading `sampler_size` entries; the remaining fields are None."""
         fields = self._views(rows, _ROW_FIELDS)
@@ -112,11 +124,14 @@ class BatchLayout:
         offset = 0
         for name, shape in zip(PackedBatch._fields[:count], self.shapes[:count], strict=True):
             blocks, stride = _blocks(name, shape)
-            end = offset + blocks * stride
-            inner = math.prod(shape) // blocks
-            parts = flat[offset:end].reshape(blocks, stride)[:, :inner]
-            views.append(parts.T if name in _BY_COLUMN else parts.reshape(shape))
-            offset = end
+            words = math.prod(shape)
+            if blocks == 1:
+                views.append(flat[offset : offset + words].reshape(shape))
+            else:
+                parts = flat[offset : offset + blocks * stride].reshape(blocks, stride)
+                parts = parts[:, : words // blocks]
+                views.append(parts.T if name in _BY_COLUMN else parts.reshape(shape))
+            offset += blocks * stride
         return views
 
 

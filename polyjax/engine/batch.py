@@ -3,11 +3,13 @@
 `core.batch_layout.BatchLayout` says where each field lies. The host writes and the device reads
 through it:
 
-    flat = packer.pack(launch)                     # host, numpy
+    flat, _ = packer.pack(launch)                  # host, numpy
     batch = packer.layout(bucket).split(flat)      # device, inside jit: slices and reshapes only
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,27 @@ __all__ = ["BANS_STOP", "FROM_SLOT", "SAMPLES", "BatchLayout", "BatchPacker", "P
 Int32Array = npt.NDArray[np.int32]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Packed:
+    """A decode launch whose rows all continue from their slot, and what was known then."""
+
+    launch: Launch
+    flat: Int32Array
+    changes: int
+
+    def leads_to(self, launch: Launch) -> bool:
+        """Whether `launch` is this one a step later, nothing else changed."""
+        one = self.launch
+        return (
+            launch.bucket == one.bucket
+            and launch.sequences == one.sequences
+            and launch.samples == one.samples
+            and launch.bans_stop == one.bans_stop
+            and all(launch.from_slot)
+            and [start - 1 for start in launch.starts] == one.starts
+        )
+
+
 class BatchPacker:
     """Packs launches. Keeps page tables and sampling parameters per slot, updated as they change.
 
@@ -47,19 +70,35 @@ class BatchPacker:
         self._floats: Int32Array = np.zeros((num_slots + 1, len(SAMPLING_FLOATS)), np.int32)
         self._ints: Int32Array = np.zeros((num_slots + 1, len(SAMPLING_INTS)), np.int32)
         self._set_neutral_sampling()
+        self._changes = 0  # of page tables and sampling parameters
+        self._last: _Packed | None = None
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         return BatchLayout(bucket, self.num_groups)
 
     def update(self, step: ScheduledStep) -> None:
         """Brings the per-slot tables up to date with a step."""
+        self._changes += len(step.admitted) + len(step.extended)
         for sequence in step.admitted:
             self._set_sampling(sequence)
         for sequence in step.extended:
             self._set_pages(sequence)
 
-    def pack(self, launch: Launch) -> Int32Array:
-        """A fresh flat array (a device transfer may still read the last one), see BatchLayout."""
+    def pack(self, launch: Launch) -> tuple[Int32Array, bool]:
+        """Returns a fresh flat array (a device transfer may still read the last one; see
+        BatchLayout), and whether it is the last one packed, one token further."""
+        last = self._last
+        continues = last is not None and last.changes == self._changes and last.leads_to(launch)
+        if continues:
+            assert last is not None
+            flat = self.layout(launch.bucket).one_token_further(last.flat)
+        else:
+            flat = self._packed(launch)
+        plain = launch.decode and all(launch.from_slot)
+        self._last = _Packed(launch, flat, self._changes) if plain else None
+        return flat, continues
+
+    def _packed(self, launch: Launch) -> Int32Array:
         layout = self.layout(launch.bucket)
         flat: Int32Array = np.zeros(layout.size, np.int32)
         batch = layout.split(flat)

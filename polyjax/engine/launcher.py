@@ -82,6 +82,7 @@ class Launcher:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._used_slots: set[int] = set()  # whose SamplingState row is not neutral
         self._open_masks: dict[int, jax.Array] = {}
+        self._following: jax.Array | None = None  # the last launch's array, one token further
         # Executions of virtual CPU devices share one thread pool: with several in flight the
         # devices of one can wait for each other for ever.
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -93,9 +94,9 @@ class Launcher:
         self._packer.update(step)
         running = []
         for launch in step.launches:
-            flat = self._packer.pack(launch)
+            flat, continues = self._packer.pack(launch)
             self._clock.mark("pack")
-            forwarded = self._forward(launch, flat, programs)
+            forwarded = self._forward(launch, flat, continues, programs)
             running.append(forwarded if launch.constrained else self._sample(forwarded, programs))
             self._clock.mark("dispatch")
         return RunningStep(step, running, programs, epoch)
@@ -158,8 +159,13 @@ class Launcher:
             sampled=True,
         )
 
-    def _forward(self, launch: Launch, flat: Int32Array, programs: PlanPrograms) -> RunningLaunch:
+    def _forward(
+        self, launch: Launch, flat: Int32Array, continues: bool, programs: PlanPrograms
+    ) -> RunningLaunch:
+        """With `continues` the device already has `flat`: from the launch before this one."""
         state, bucket = self._state, launch.bucket
+        sent = self._following if continues and self._following is not None else flat
+        self._following = None
         if not launch.decode:
             program = programs[ProgramKey(Kind.PREFILL, bucket)]
             state.kv, hidden, all_hidden = program(state.params, state.kv, state.last_tokens, flat)
@@ -167,8 +173,8 @@ class Launcher:
         noisy = ProgramKey(Kind.DECODE_GUMBEL, bucket)
         fused = launch.sampler is SamplerKind.GUMBEL and noisy in programs.programs
         program = programs[noisy if fused else ProgramKey(Kind.DECODE_GREEDY, bucket)]
-        state.kv, state.last_tokens, tokens, hidden = program(
-            state.params, state.kv, state.last_tokens, flat
+        state.kv, state.last_tokens, tokens, hidden, self._following = program(
+            state.params, state.kv, state.last_tokens, sent
         )
         sampled = fused or launch.sampler in (SamplerKind.GREEDY, SamplerKind.NONE)
         return RunningLaunch(launch, flat, hidden, tokens if sampled else None)

@@ -315,7 +315,7 @@ def run_on_scratch(
     if key.kind is Kind.PREFILL:
         state.kv, hidden, _ = program(state.params, state.kv, state.last_tokens, flat)
         return hidden, None
-    state.kv, state.last_tokens, tokens, hidden = program(
+    state.kv, state.last_tokens, tokens, hidden, _ = program(
         state.params, state.kv, state.last_tokens, flat
     )
     return hidden, tokens

@@ -169,9 +169,12 @@ class EquivalenceGate:
             state.kv, hidden, _ = program(state.params, state.kv, state.last_tokens, flat)
             outputs = [_float32(hidden)]
         else:
-            state.kv, state.last_tokens, tokens, hidden = program(
+            state.kv, state.last_tokens, tokens, hidden, following = program(
                 state.params, state.kv, state.last_tokens, flat
             )
+            layout = BatchLayout(program.key.bucket, len(self._space.groups))
+            further = np.array_equal(following, layout.one_token_further(flat))
+            assert further, "the packed array of the next step is not one token further"
             outputs = [np.asarray(tokens), _float32(hidden)]
         read = self._programs[ProgramKey(Kind.READ_SCRATCH)]
         return outputs, [_float32(pages) for pages in read(state.kv)]

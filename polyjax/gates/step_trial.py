@@ -10,6 +10,7 @@ import numpy as np
 
 from polyjax.compiler.program import DECODES, ProgramKey, StepProgram
 from polyjax.compiler.state import head_indices
+from polyjax.core.batch_layout import BatchLayout
 from polyjax.gates.candidate import GateFailure, first_line, same_bits
 from polyjax.gates.equivalence import forward_bound, head_bound
 from polyjax.gates.settings import Settings
@@ -45,6 +46,7 @@ class StepTrial:
         self.seed = seed
         self.settings = Settings.now()
         self.decodes = key.kind in DECODES
+        self._layout = BatchLayout(key.bucket, 1)
 
     def rng(self, purpose: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, purpose])
@@ -65,7 +67,9 @@ class StepTrial:
         if any(array.is_deleted() for array in kept.values()):
             raise GateFailure("consumed an array of the state that is not donated")
         if self.decodes:
-            state.kv, state.last_tokens, tokens, hidden = results
+            state.kv, state.last_tokens, tokens, hidden, following = results
+            if not np.array_equal(following, self._layout.one_token_further(batch.flat)):
+                raise GateFailure("the packed array of the next step is not one token further")
         else:
             (state.kv, hidden, _), tokens = results, None
         if program is self.candidate:

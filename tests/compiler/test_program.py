@@ -43,7 +43,7 @@ def test_the_pool_is_donated_and_updated_in_place(decode: StepProgram) -> None:
     state = fresh_state()
     before = [(pool, pool.unsafe_buffer_pointer()) for pool in state.kv]
     kept = [p.unsafe_buffer_pointer() for p in state.params]
-    kv, last_tokens, _, _ = decode(state.params, state.kv, state.last_tokens, one_row(5))
+    kv, last_tokens, *_ = decode(state.params, state.kv, state.last_tokens, one_row(5))
     assert all(pool.is_deleted() for pool, _ in before)
     assert state.last_tokens.is_deleted()
     assert [pool.unsafe_buffer_pointer() for pool in kv] == [pointer for _, pointer in before]

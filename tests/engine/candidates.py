@@ -61,13 +61,13 @@ def on_device(array: np.ndarray, like: jax.Array) -> jax.Array:
 
 
 def scaled_hidden(run: Any, *args: Any) -> Any:
-    *rest, hidden = run(*args)
-    return *rest, on_device(np.asarray(hidden) * 1.01, hidden)
+    *rest, hidden, following = run(*args)
+    return *rest, on_device(np.asarray(hidden) * 1.01, hidden), following
 
 
 def nan_hidden(run: Any, *args: Any) -> Any:
-    *rest, hidden = run(*args)
-    return *rest, on_device(np.asarray(hidden) * np.nan, hidden)
+    *rest, hidden, following = run(*args)
+    return *rest, on_device(np.asarray(hidden) * np.nan, hidden), following
 
 
 def nan_prefill(run: Any, *args: Any) -> Any:

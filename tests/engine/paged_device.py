@@ -89,6 +89,7 @@ class PagedDevice:
         self.last_token = [UNWRITTEN] * (num_slots + 1)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * (num_slots + 1)
         self._num_pages = tuple(num_pages)
+        self.continued = 0  # launches that were the one before, one token further
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -102,7 +103,10 @@ class PagedDevice:
             self.last_token[sequence.slot] = UNWRITTEN
         results = []
         for launch in step.launches:
-            flat = self.packer.pack(launch)
+            flat, continues = self.packer.pack(launch)
+            if continues:
+                self.continued += 1
+                assert np.array_equal(flat, self.packer._packed(launch)), "not what it stands for"
             layout = self.packer.layout(launch.bucket)
             assert flat.shape == (layout.size,) and flat.dtype == np.int32
             batch = layout.split(flat)

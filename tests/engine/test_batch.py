@@ -64,7 +64,7 @@ class Packing:
     ) -> PackedBatch:
         step = ScheduledStep(0, (launch,), [*admitted], [*admitted, *extended], 0)
         self.packer.update(step)
-        return self.packer.layout(launch.bucket).split(self.packer.pack(launch))
+        return self.packer.layout(launch.bucket).split(self.packer.pack(launch)[0])
 
 
 @pytest.mark.parametrize("bucket", [Bucket(3, 4, 5), Bucket(1, 1, 1), Bucket(1, 70, 65)])
@@ -220,8 +220,33 @@ def test_every_launch_gets_an_array_of_its_own() -> None:
     sequence = packing.sequence(slot=0, num_tokens=4, params=PARAMS)
     launch = make_launch(Bucket(4, 1, 4), [sequence], [0], [4], [False])
     packing.pack(launch, admitted=(sequence,))
-    first, second = packing.packer.pack(launch), packing.packer.pack(launch)
+    first, second = packing.packer.pack(launch)[0], packing.packer.pack(launch)[0]
     assert np.array_equal(first, second) and not np.shares_memory(first, second)
+
+
+def test_a_decode_that_goes_on_is_the_last_one_a_token_further() -> None:
+    packing = Packing()
+    one = packing.sequence(slot=0, num_tokens=4, params=PARAMS)
+    two = packing.sequence(slot=3, num_tokens=6, params=PARAMS)
+    bucket = Bucket(1, 4, 12)
+
+    def pack(rows: dict[Sequence, int], changed: tuple[Sequence, ...] = ()) -> bool:
+        ones = [1] * len(rows)
+        launch = make_launch(bucket, [*rows], [*rows.values()], ones, [True] * len(rows))
+        packing.packer.update(ScheduledStep(0, (launch,), [], [*changed], 0))
+        flat, continues = packing.packer.pack(launch)
+        assert np.array_equal(flat, packing.packer._packed(launch))
+        return continues
+
+    packing.packer.update(ScheduledStep(0, (), [one, two], [one, two], 0))
+    assert not pack({one: 4, two: 6})
+    assert pack({one: 5, two: 7})
+    assert pack({one: 6, two: 8})
+    assert not pack({one: 7}), "a row less"
+    assert not pack({one: 9}), "a token was left out"
+    assert not pack({one: 10}, changed=(one,)), "a page more"
+    assert pack({one: 11})
+    assert not pack({two: 12}), "another row"
 
 
 def test_scheduling_needs_no_jax() -> None:

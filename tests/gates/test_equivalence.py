@@ -113,8 +113,8 @@ def scaled_kv(run: Any, *args: Any) -> Any:
 
 
 def nan_hidden(run: Any, *args: Any) -> Any:
-    *rest, hidden = run(*args)
-    return *rest, hidden.at[0, 0].set(jnp.nan)
+    *rest, hidden, following = run(*args)
+    return *rest, hidden.at[0, 0].set(jnp.nan), following
 
 
 def nothing_written(run: Any, params: Any, kv: Any, *rest: Any) -> Any:
@@ -123,13 +123,18 @@ def nothing_written(run: Any, params: Any, kv: Any, *rest: Any) -> Any:
 
 
 def constant_token(run: Any, *args: Any) -> Any:
-    kv, last_tokens, tokens, hidden = run(*args)
-    return kv, last_tokens, jnp.full_like(tokens, 9), hidden
+    kv, last_tokens, tokens, *rest = run(*args)
+    return kv, last_tokens, jnp.full_like(tokens, 9), *rest
 
 
 def one_row_short(run: Any, *args: Any) -> Any:
-    *rest, hidden = run(*args)
-    return *rest, hidden[:1]
+    *rest, hidden, following = run(*args)
+    return *rest, hidden[:1], following
+
+
+def next_batch_stale(run: Any, *args: Any) -> Any:
+    *rest, _ = run(*args)
+    return *rest, jnp.asarray(args[3])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,7 @@ def one_row_short(run: Any, *args: Any) -> Any:
         (PREFILL, nothing_written, "KV pages of layer 0"),
         (DECODE, constant_token, "decode_greedy"),
         (DECODE, one_row_short, "shape"),
+        (DECODE, next_batch_stale, "one token further"),
     ],
 )
 def test_wrong_forward_programs_are_refused(

@@ -47,10 +47,10 @@ def decode() -> StepProgram:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda kv, last, tokens, hidden: (kv, last, tokens, hidden * jnp.nan), "not finite"),
-        (lambda kv, last, tokens, hidden: (kv, last, tokens + 10**6, hidden), "sampled token"),
+        (lambda kv, last, tokens, hidden, *_: (kv, last, tokens, hidden * jnp.nan), "not finite"),
+        (lambda kv, last, tokens, hidden, *_: (kv, last, tokens + 10**6, hidden), "sampled token"),
         (
-            lambda kv, last, tokens, hidden: ((kv[0], kv[1].at[2].add(1)), last, tokens, hidden),
+            lambda kv, last, *rest: ((kv[0], kv[1].at[2].add(1)), last, *rest),
             "layer 1: page 2 changed",
         ),
     ],

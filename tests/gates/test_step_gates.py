@@ -71,8 +71,8 @@ def test_late_harm_is_found(twin):
 
     def late(program):
         def run(*args):
-            pools, stored, tokens, hidden = program(*args)
-            return pools, stored, tokens, hidden * (1.01 if next(calls) > 45 else 1.0)
+            pools, stored, tokens, hidden, following = program(*args)
+            return pools, stored, tokens, hidden * (1.01 if next(calls) > 45 else 1.0), following
 
         return run
 

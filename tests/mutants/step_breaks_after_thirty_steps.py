@@ -8,9 +8,9 @@ def wrap(program):
     calls = itertools.count()
 
     def run(params, kv, last_tokens, flat):
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
         if next(calls) % 75 > 60:
             hidden = hidden * 1.01
-        return pools, stored, tokens, hidden
+        return pools, stored, tokens, hidden, following
 
     return dataclasses.replace(program, executable=run)

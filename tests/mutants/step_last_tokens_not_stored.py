@@ -9,9 +9,9 @@ import numpy as np
 def wrap(program):
     def run(params, kv, last_tokens, flat):
         before = np.array(last_tokens)
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
         stored.block_until_ready()
         ctypes.memmove(stored.unsafe_buffer_pointer(), before.ctypes.data, before.nbytes)
-        return pools, stored, tokens, hidden
+        return pools, stored, tokens, hidden, following
 
     return dataclasses.replace(program, executable=run)

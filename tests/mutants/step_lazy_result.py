@@ -12,7 +12,7 @@ def wrap(program):
             return self.array.__array__(*args, **kwargs)
 
     def run(params, kv, last_tokens, flat):
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
-        return pools, stored, Later(tokens), hidden
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
+        return pools, stored, Later(tokens), hidden, following
 
     return dataclasses.replace(program, executable=run)

@@ -7,8 +7,8 @@ def wrap(program):
     last = []
 
     def run(params, kv, last_tokens, flat):
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
         last.append((tokens, hidden))
-        return pools, stored, *last[max(len(last) - 2, 0)]
+        return pools, stored, *last[max(len(last) - 2, 0)], following
 
     return dataclasses.replace(program, executable=run)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from polyjax.core.batch_layout import BatchLayout
 
 
@@ -9,9 +11,10 @@ def wrap(program):
     layout = BatchLayout(program.key.bucket, 1)
 
     def run(params, kv, last_tokens, flat):
-        flat = flat.copy()
-        table = layout.split(flat).page_tables[0]
+        wrong = flat.copy()
+        table = layout.split(wrong).page_tables[0]
         table[table[:, 0] == table[0, 0]] = table[0]
-        return program(params, kv, last_tokens, flat)
+        *results, _ = program(params, kv, last_tokens, wrong)
+        return *results, jnp.asarray(layout.one_token_further(flat))
 
     return dataclasses.replace(program, executable=run)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from polyjax.core.batch_layout import FROM_SLOT, BatchLayout
 
 
@@ -9,8 +11,9 @@ def wrap(program):
     layout = BatchLayout(program.key.bucket, 1)
 
     def run(params, kv, last_tokens, flat):
-        flat = flat.copy()
-        layout.split(flat).flags[:] &= ~FROM_SLOT
-        return program(params, kv, last_tokens, flat)
+        wrong = flat.copy()
+        layout.split(wrong).flags[:] &= ~FROM_SLOT
+        *results, _ = program(params, kv, last_tokens, wrong)
+        return *results, jnp.asarray(layout.one_token_further(flat))
 
     return dataclasses.replace(program, executable=run)

@@ -5,7 +5,7 @@ import dataclasses
 
 def wrap(program):
     def run(params, kv, last_tokens, flat):
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
-        return pools, stored, tokens.at[1].set((tokens[1] + 1) % 96), hidden
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
+        return pools, stored, tokens.at[1].set((tokens[1] + 1) % 96), hidden, following
 
     return dataclasses.replace(program, executable=run)

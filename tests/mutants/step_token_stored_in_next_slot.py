@@ -10,7 +10,7 @@ def wrap(program):
     shift = jax.jit(lambda stored: jnp.roll(stored, 1), donate_argnums=0)
 
     def run(params, kv, last_tokens, flat):
-        pools, stored, tokens, hidden = program(params, kv, last_tokens, flat)
-        return pools, shift(stored), tokens, hidden
+        pools, stored, tokens, hidden, following = program(params, kv, last_tokens, flat)
+        return pools, shift(stored), tokens, hidden, following
 
     return dataclasses.replace(program, executable=run)
