@@ -282,7 +282,7 @@ class BackgroundTuner:
         folder = self._setting.folder / "chains"
         model = CostModel(chip(opened.device_kind), seed)
         model.update(list(search.ledger.trials(workload.key, "passed")), {workload.key: workload})
-        start = in_force(plan, workload)
+        start = in_force(plan, workload, opened.device_kind)
         target = OpTarget(workload, opened, folder, kernel, start, model)
         if len(target.space) < 2:
             return 0
@@ -292,7 +292,7 @@ class BackgroundTuner:
 
         def unworthy(point: Point, arms: Mapping[str, Any]) -> str:
             """While there are other ops to look at: what the borders with XLA's kernels eat."""
-            by_xla = not in_force(self._server.plan(), workload).kernel
+            by_xla = not in_force(self._server.plan(), workload, opened.device_kind).kernel
             if trials > FIRST_TRIALS or search.on_cpu or not by_xla:
                 return ""
             return eaten_by_borders(arms["op"])

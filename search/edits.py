@@ -12,7 +12,7 @@ from typing import Any
 from polyjax.core.chips import ChipSpec
 from polyjax.core.errors import ConfigError, ScheduleError
 from polyjax.core.mesh import MeshPlan
-from polyjax.core.op import Choice, Kernel, Schedule, Workload
+from polyjax.core.op import REFERENCE_NAME, Choice, Kernel, Schedule, Workload
 from polyjax.core.plan import Bucket, BucketLadder, Plan
 
 KINDS = ("schedule", "kernel", "reference", "compiler_option", "ladder", "mesh")
@@ -92,7 +92,7 @@ def apply(plan: Plan, edits: Sequence[Edit], around: Surroundings) -> Plan:
 
 def _apply_schedule(plan: Plan, change: Edit, around: Surroundings) -> Plan:
     choices = dict(plan.choices)
-    if change.target not in choices:
+    if choices.get(change.target, Choice(REFERENCE_NAME)).kernel == REFERENCE_NAME:
         raise ScheduleError(f"{change.target} runs its reference; it has no schedule to change")
     choice = choices[change.target]
     kernel = _kernel(choice.kernel, around)
@@ -112,8 +112,10 @@ def _apply_kernel(plan: Plan, change: Edit, around: Surroundings) -> Plan:
 
 def _apply_reference(plan: Plan, change: Edit, around: Surroundings) -> Plan:
     choices = dict(plan.choices)
-    if choices.pop(change.target, None) is None:
+    if choices.pop(change.target, Choice(REFERENCE_NAME)).kernel == REFERENCE_NAME:
         raise ScheduleError(f"{change.target} runs its reference already")
+    if plan.unlisted != REFERENCE_NAME:
+        choices[change.target] = Choice(REFERENCE_NAME)
     return dataclasses.replace(plan, choices=tuple(sorted(choices.items())))
 
 

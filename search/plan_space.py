@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from polyjax.core.buckets import Bucket, BucketLadder
 from polyjax.core.errors import ScheduleError
+from polyjax.core.op import REFERENCE_NAME
 from polyjax.core.plan import Plan
 from search.edits import Edit, Surroundings, apply, edit
 from search.space import Point, Space
@@ -60,7 +61,8 @@ def knobs(base: Plan, traffic: Traffic, page_size: int, platform: str) -> dict[s
     }
     for name, (seen, present) in sizes.items():
         found[name] = [BASE, *_rung_choices(seen, present)]
-    ops = sorted({key.partition("[")[0] for key, _ in base.choices})
+    chosen = [key for key, choice in base.choices if choice.kernel != REFERENCE_NAME]
+    ops = sorted({key.partition("[")[0] for key in chosen})
     found |= {f"kernel {op}": [BASE, "reference"] for op in ops}
     return {name: values for name, values in found.items() if len(values) > 1}
 
@@ -89,7 +91,11 @@ def edits_of(point: Point, base: Plan) -> tuple[Edit, ...]:
     for name in values:
         if name.startswith("kernel "):
             op = name.removeprefix("kernel ")
-            made += [edit("reference", key) for key, _ in base.choices if key.startswith(f"{op}[")]
+            made += [
+                edit("reference", key)
+                for key, choice in base.choices
+                if key.startswith(f"{op}[") and choice.kernel != REFERENCE_NAME
+            ]
     return (*made, *_ladder_edits(values, base.ladder))
 
 

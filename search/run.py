@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import CATALOGUE
 from polyjax.compiler.cache import default_cache_dir
+from polyjax.compiler.choose import DefaultingOps, defaults_for
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError
-from polyjax.core.op import Choice, Workload
+from polyjax.core.op import REFERENCE_NAME, Choice, Workload
 from polyjax.core.plan import Plan
 from polyjax.engine.types import EngineConfig
 from search.agents import AGENTS
@@ -215,7 +217,7 @@ def tune_kernels(
         for number, (workload, kernel) in enumerate(pairs):
             if opened.is_over:
                 break
-            start = in_force(plan, workload)
+            start = in_force(plan, workload, described.device_kind)
             share = 1.0 / (len(pairs) - number)
 
             def kept(
@@ -278,9 +280,10 @@ def _op_tuner(
         yield opened.tuner(target, found.platform, target.prior, share), target
 
 
-def in_force(plan: Plan, workload: Workload) -> OpCandidate:
-    """What a plan computes a workload with."""
-    choice = dict(plan.choices).get(workload.key)
+def in_force(plan: Plan, workload: Workload, device_kind: str) -> OpCandidate:
+    """What a plan computes a workload with on a kind of device."""
+    chip_of_defaults = defaults_for(plan, device_kind)
+    choice = DefaultingOps(dict(plan.choices), CATALOGUE, chip_of_defaults).choice(workload)
     if choice is None:
         return OpCandidate(workload, form="platform")
     return OpCandidate(workload, choice.kernel, choice.schedule)
@@ -292,6 +295,8 @@ def with_choice(plan: Plan, workload: Workload, winner: OpCandidate) -> Plan:
     choices.pop(workload.key, None)
     if winner.kernel:
         choices[workload.key] = Choice(winner.kernel, winner.schedule)
+    elif plan.unlisted != REFERENCE_NAME:
+        choices[workload.key] = Choice(REFERENCE_NAME)
     return dataclasses.replace(plan, choices=tuple(sorted(choices.items())))
 
 

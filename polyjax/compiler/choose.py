@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from polyjax.core.chips import ChipSpec
+from polyjax.core.chips import ChipSpec, find_chip
 from polyjax.core.errors import ScheduleError
 from polyjax.core.op import Choice, Kernel, Op, Ops, Schedule, Workload
+from polyjax.core.plan import Plan
 
 Table = Mapping[str, Choice]
 
@@ -92,6 +93,36 @@ def _legal(
 
 def _frozen(schedule: Schedule) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(schedule.to_json().items()))
+
+
+class DefaultingOps(Ops):
+    """Ops whose workloads without a choice get the default kernel of `chip`, unless that is None.
+
+    For plans whose `unlisted` is "default".
+    """
+
+    def __init__(
+        self,
+        choices: Mapping[str, Choice],
+        catalogue: Mapping[str, Kernel],
+        chip: ChipSpec | None,
+    ):
+        super().__init__(choices, catalogue)
+        self._chip = chip
+        self._defaults: dict[str, Choice | None] = {}
+
+    def choice(self, workload: Workload) -> Choice | None:
+        if self._chip is None or workload.key in self._choices:
+            return super().choice(workload)
+        if workload.key not in self._defaults:
+            found = choose(workload, self._catalogue, self._chip, {})
+            self._defaults[workload.key] = found
+        return self._defaults[workload.key]
+
+
+def defaults_for(plan: Plan, device_kind: str) -> ChipSpec | None:
+    """The chip whose default kernels a plan's unlisted workloads get, if any."""
+    return find_chip(device_kind) if plan.unlisted == "default" else None
 
 
 def default_choices(

@@ -97,7 +97,8 @@ def _ladder(subject: PlanSubject, policy: LadderPolicy) -> BucketLadder:
 
 
 def _plan(subject: PlanSubject, ladder: BucketLadder | None, ops: ChoosingOps) -> Plan:
-    return Plan(choices=tuple(sorted(ops.choices.items())), mesh=subject.mesh, ladder=ladder)
+    choices = tuple(sorted(ops.choices.items()))
+    return Plan(choices=choices, mesh=subject.mesh, ladder=ladder, unlisted="default")
 
 
 def _choose(subject: PlanSubject, ladder: BucketLadder) -> ChoosingOps:

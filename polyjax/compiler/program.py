@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import CATALOGUE
 from polyjax.compiler.abi import StateABI, abi_of_state, executable_abi
+from polyjax.compiler.choose import defaults_for
 from polyjax.compiler.kernel_files import with_kernel_files
 from polyjax.compiler.sampling import (
     SCORE_COLUMNS,
@@ -284,9 +285,12 @@ class _Tracing:
         self.spec = request.spec
         self.avals = avals
         self.abstract = abstract_model(request.spec, Placement(request.plan.mesh, mesh))
-        platform = platform or mesh.devices.flat[0].platform
         catalogue = with_kernel_files(CATALOGUE, request.plan.sources)
-        self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform)
+        chip = None
+        if platform is None:
+            device = mesh.devices.flat[0]
+            platform, chip = device.platform, defaults_for(request.plan, device.device_kind)
+        self.ops: Ops = PlatformOps(dict(request.plan.choices), catalogue, platform, chip)
         self.layout = BatchLayout(request.key.bucket, len(request.spec.config.kv_groups()))
 
     def one_token_further(self, flat: Any) -> Any:

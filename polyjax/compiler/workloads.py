@@ -9,15 +9,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from pallas_kernels import CATALOGUE
+from polyjax.compiler.choose import DefaultingOps, defaults_for
 from polyjax.compiler.program import ProgramRequest, abstract_call
+from polyjax.core.chips import ChipSpec
 from polyjax.core.op import Choice, Op, Ops, Workload
 
 
-class _Recorder(Ops):
+class _Recorder(DefaultingOps):
     """Computes shapes by the references; looks into a composite op unless the plan takes it."""
 
-    def __init__(self, choices: Mapping[str, Choice]):
-        super().__init__(choices, {})
+    def __init__(self, choices: Mapping[str, Choice], chip: ChipSpec | None):
+        super().__init__(choices, CATALOGUE, chip)
         self.calls: collections.Counter[Workload] = collections.Counter()
 
     def __call__(
@@ -34,7 +37,8 @@ def program_calls(request: ProgramRequest, mesh: Mesh) -> collections.Counter[Wo
 
     A composite op counts together with the simpler ops that it is looked into for.
     """
-    recorder = _Recorder(dict(request.plan.choices))
+    chip = defaults_for(request.plan, mesh.devices.flat[0].device_kind)
+    recorder = _Recorder(dict(request.plan.choices), chip)
     call = abstract_call(request, mesh)
     jax.eval_shape(lambda: call(recorder))
     return recorder.calls

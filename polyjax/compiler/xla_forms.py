@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyjax.core.op import Choice, Kernel, Op, Ops
+from polyjax.compiler.choose import DefaultingOps
+from polyjax.core.chips import ChipSpec
+from polyjax.core.op import Choice, Kernel, Op
 from polyjax.core.reference import causal_mask
 
 BLOCK_TOKENS = 128
@@ -144,13 +146,17 @@ FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 """Platform -> op name -> function with the arguments of the op's reference."""
 
 
-class PlatformOps(Ops):
+class PlatformOps(DefaultingOps):
     """Ops that fall back to the platform's form of an op before its reference."""
 
     def __init__(
-        self, choices: Mapping[str, Choice], catalogue: Mapping[str, Kernel], platform: str
+        self,
+        choices: Mapping[str, Choice],
+        catalogue: Mapping[str, Kernel],
+        platform: str,
+        chip: ChipSpec | None = None,
     ):
-        super().__init__(choices, catalogue)
+        super().__init__(choices, catalogue, chip)
         self._forms = FORMS.get(platform, {})
 
     def __call__(

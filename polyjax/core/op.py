@@ -198,12 +198,15 @@ class Kernel(Protocol):
         """A traceable function with the op's arguments and results."""
 
 
+REFERENCE_NAME = "reference"
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which kernel and schedule a plan picks for one workload."""
+    """Which kernel and schedule a plan picks for one workload; kernel "reference": none of them."""
 
     kernel: str
-    schedule: tuple[tuple[str, Any], ...]
+    schedule: tuple[tuple[str, Any], ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -229,9 +232,9 @@ class Ops:
     ) -> Any:
         """Computes `op`. `reference` replaces the op's own where it is a method of the model."""
         workload = op.workload(*args, **static)
-        choice = self._choices.get(workload.key)
+        choice = self.choice(workload)
         if choice is None:
-            self.used.append((workload, "reference"))
+            self.used.append((workload, REFERENCE_NAME))
             with jax.named_scope(op.name):
                 return (reference or op.reference)(self, *args, **static)
         kernel = self._catalogue[choice.kernel]
@@ -241,8 +244,13 @@ class Ops:
             return _compiled_once(cast(Any, kernel), workload, schedule)(*args)
 
     def chosen(self, op: Op, *args: Any, **static: Any) -> bool:
-        """Whether the plan names a kernel for this call."""
-        return op.workload(*args, **static).key in self._choices
+        """Whether a kernel computes this call."""
+        return self.choice(op.workload(*args, **static)) is not None
+
+    def choice(self, workload: Workload) -> Choice | None:
+        """The kernel of a workload; None where its reference computes it."""
+        choice = self._choices.get(workload.key)
+        return None if choice is None or choice.kernel == REFERENCE_NAME else choice
 
 
 REFERENCE = Ops({}, {})

@@ -16,8 +16,9 @@ from polyjax.core.buckets import BucketLadder as BucketLadder
 from polyjax.core.errors import ConfigError
 from polyjax.core.kernel_source import PREFIX, KernelSource, check_name
 from polyjax.core.mesh import MeshPlan
-from polyjax.core.op import Choice
+from polyjax.core.op import REFERENCE_NAME, Choice
 
+UNLISTED = (REFERENCE_NAME, "default")
 NUMERICS_CLASSES = ("batch_invariant", "bounded", "quality")
 
 
@@ -27,7 +28,9 @@ class Plan:
 
     `ladder` None lets the engine derive one from its limits. `compiler_options` are XLA options for
     `Lowered.compile`, as (name, value) strings. `sources` says, for every kernel named `file:...`,
-    which text is behind it; a digest covers the text, not where it lies.
+    which text is behind it; a digest covers the text, not where it lies. `unlisted` says what
+    computes workloads without a choice: their "reference", or the "default" kernel of the chip, so
+    that a ladder may grow.
     """
 
     choices: tuple[tuple[str, Choice], ...] = ()
@@ -36,8 +39,11 @@ class Plan:
     compiler_options: tuple[tuple[str, str], ...] = ()
     numerics: str = "bounded"
     sources: tuple[tuple[str, KernelSource], ...] = ()
+    unlisted: str = REFERENCE_NAME
 
     def __post_init__(self) -> None:
+        if self.unlisted not in UNLISTED:
+            raise ConfigError(f"unlisted {self.unlisted!r} is none of {UNLISTED}")
         if self.numerics not in NUMERICS_CLASSES:
             raise ConfigError(f"numerics {self.numerics!r} is none of {NUMERICS_CLASSES}")
         for name, source in self.sources:
@@ -65,6 +71,7 @@ class Plan:
             "compiler_options": dict(self.compiler_options),
             "numerics": self.numerics,
             "sources": {name: source.to_json() for name, source in self.sources},
+            "unlisted": self.unlisted,
         }
 
     @classmethod
@@ -92,6 +99,7 @@ class Plan:
                 sources=tuple(
                     (n, KernelSource(**s)) for n, s in sorted(data.get("sources", {}).items())
                 ),
+                unlisted=data.get("unlisted", REFERENCE_NAME),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"malformed plan: {error!r}") from error

@@ -5,12 +5,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from polyjax.compiler.choose import default_choices
+from polyjax.compiler.choose import DefaultingOps, default_choices, defaults_for
 from polyjax.core.chips import chip
-from polyjax.core.errors import ScheduleError
+from polyjax.core.errors import ConfigError, ScheduleError
 from polyjax.core.op import Choice, Ops, Schedule
 from polyjax.core.ops import MATMUL, NORM_GATE_UP
+from polyjax.core.plan import Plan
 from polyjax.core.tables import load_tables, merge_tables
 
 H200, B200 = chip("NVIDIA H200"), chip("NVIDIA B200")
@@ -107,3 +109,27 @@ def test_a_measured_choice_wins_while_it_is_legal(tmp_path):
         illegal = {key: Choice("toy.matmul", (stale,))}
         chosen = dict(default_choices([mlp(4)], CATALOGUE, H200, illegal))[key]
         assert chosen.schedule == (("rows", 8),)
+
+
+def test_a_workload_without_a_choice_gets_the_default_kernel_or_stays():
+    x, norm, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 16), (16,), (2, 8, 16)))
+    workload = NORM_GATE_UP.workload(x, norm, w, eps=1e-5)
+    found = DefaultingOps({}, CATALOGUE, H200).choice(workload)
+    assert found is not None and found.kernel == "toy.mlp"
+    assert DefaultingOps({}, CATALOGUE, None).choice(workload) is None
+    listed = Choice("toy.matmul", (("rows", 16),))
+    assert DefaultingOps({workload.key: listed}, CATALOGUE, H200).choice(workload) == listed
+    insists = DefaultingOps({workload.key: Choice("reference")}, CATALOGUE, H200)
+    assert insists.choice(workload) is None, "a plan may insist on the reference"
+    assert not insists.chosen(NORM_GATE_UP, x, norm, w, eps=1e-5)
+
+
+def test_only_plans_that_say_so_get_defaults():
+    assert defaults_for(Plan(), "NVIDIA H200") is None
+    assert defaults_for(Plan(unlisted="default"), "NVIDIA H200") == H200
+    assert defaults_for(Plan(unlisted="default"), "an unknown chip") is None
+    with pytest.raises(ConfigError, match="unlisted"):
+        Plan(unlisted="fastest")
+    plan = Plan(unlisted="default")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json({}).digest != plan.digest

@@ -32,4 +32,6 @@ def test_an_undescribed_chip_is_an_error_only_for_who_needs_it() -> None:
 def test_references_serve_an_undescribed_chip(kind: str) -> None:
     config = cast(Any, SimpleNamespace(plan="default"))
     device = SimpleNamespace(platform=kind[:3].lower(), device_kind=kind)
-    assert initial_plan(config, cast(Any, None), MeshPlan(), device) == Plan(mesh=MeshPlan())
+    assert initial_plan(config, cast(Any, None), MeshPlan(), device, cast(Any, None)) == Plan(
+        mesh=MeshPlan()
+    )

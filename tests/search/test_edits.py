@@ -83,6 +83,16 @@ def test_going_back_to_the_reference_restores_the_plan():
     assert apply(PLAN, [USE_KERNEL, edit("reference", KEY)], AROUND) == PLAN
 
 
+def test_the_reference_is_named_where_defaults_would_fill_in():
+    filling = dataclasses.replace(PLAN, unlisted="default")
+    plan = apply(filling, [USE_KERNEL, edit("reference", KEY)], AROUND)
+    assert dict(plan.choices)[KEY] == Choice("reference")
+    with pytest.raises(ScheduleError, match="already"):
+        apply(plan, [edit("reference", KEY)], AROUND)
+    with pytest.raises(ScheduleError, match="runs its reference"):
+        apply(plan, [edit("schedule", KEY, rows=16)], AROUND)
+
+
 @pytest.mark.parametrize(
     ("edits", "reason"),
     [

@@ -21,11 +21,15 @@ WORKLOAD = in_dtype(small_workload("rms_norm"), "float32")
 
 def test_a_plan_says_what_computes_a_workload_and_takes_a_winner():
     winner = OpCandidate(WORKLOAD, "mosaic_gpu.rms_norm.row", (("dependent_launch", True),))
-    assert in_force(Plan(), WORKLOAD) == OpCandidate(WORKLOAD, form="platform")
+    assert in_force(Plan(), WORKLOAD, "cpu") == OpCandidate(WORKLOAD, form="platform")
     plan = with_choice(Plan(), WORKLOAD, winner)
     assert dict(plan.choices)[WORKLOAD.key] == Choice(winner.kernel, winner.schedule)
-    assert in_force(plan, WORKLOAD) == winner
-    assert with_choice(plan, WORKLOAD, OpCandidate(WORKLOAD, form="platform")) == Plan()
+    assert in_force(plan, WORKLOAD, "cpu") == winner
+    by_xla = OpCandidate(WORKLOAD, form="platform")
+    assert with_choice(plan, WORKLOAD, by_xla) == Plan()
+    filled = with_choice(Plan(unlisted="default"), WORKLOAD, by_xla)
+    assert dict(filled.choices)[WORKLOAD.key] == Choice("reference"), "else a default would return"
+    assert in_force(filled, WORKLOAD, "NVIDIA H200") == by_xla
 
 
 def test_an_unknown_agent_is_named(tmp_path):
