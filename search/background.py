@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyjax.core.buckets import BucketLadder
 from polyjax.core.chips import chip
 from polyjax.core.errors import ConfigError, EngineDead, PolyjaxError
 from polyjax.core.kernel_source import PREFIX
@@ -37,6 +38,7 @@ from search.measure_jobs import describe_model
 from search.op_bench import OpSetup
 from search.plan_bench import DescribedModel, PlanSetup
 from search.run import in_force, with_choice
+from search.rungs import with_missing_rung
 from search.space import Point
 from search.step_costs import describe_costs
 from search.targets import OpTarget, PlanTarget, Target
@@ -139,6 +141,7 @@ class BackgroundTuner:
         self._measurer = LeasedMeasurer(call, turns, AGENT_NAME, self._environment)
         self._fits = True  # whether the model fits beside the server a second time
         self._unmeasurable: set[str] = set()  # workloads whose inputs do not
+        self._proposed_ladders: set[BucketLadder] = set()
 
     def run(self) -> None:
         """Goes through rounds for ever. Raises EngineDead, and LedgerRefused for a --ledger that
@@ -201,6 +204,8 @@ class BackgroundTuner:
         described = self._measurer.ask(describe_model, config)
         on_cpu = described.platform == "cpu"
         traffic = TrafficSpec.from_json(begun.traffic)
+        if not on_cpu:
+            self._fit_ladder(traffic)
         costs = {} if on_cpu else self._measurer.ask(describe_costs, config, traffic)
         try:
             ledger = Ledger(self._setting.ledger, described.environment)
@@ -223,6 +228,23 @@ class BackgroundTuner:
             raise failure
 
     # -- targets -----------------------------------------------------------------------------
+
+    def _fit_ladder(self, traffic: TrafficSpec) -> None:
+        """Proposes a decode rung that the traffic lacks. Raises PlanChanged where it is taken.
+
+        The server's own canary measures it on live batches; where the model is large this takes
+        seconds, and a second copy of it minutes. Each ladder is proposed once.
+        """
+        plan = self._server.plan()
+        assert plan.ladder is not None
+        ladder = with_missing_rung(plan.ladder, traffic.concurrency)
+        if ladder is None or ladder in self._proposed_ladders:
+            return
+        self._proposed_ladders.add(ladder)
+        added = sorted({b.sequences for b in set(ladder.decode) - set(plan.ladder.decode)})
+        proposal = dataclasses.replace(plan, ladder=ladder)
+        if self._server.propose(proposal, f"a decode rung of {added} rows").accepted:
+            raise PlanChanged("the ladder has the rung that the traffic lacked")
 
     def _tune_plan(self, search: _Search) -> int:
         """One turn on the whole plan; returns the number of trials."""

@@ -13,6 +13,7 @@ from polyjax.core.plan import Plan
 from polyjax.engine.types import EngineConfig
 from search import background
 from search.background import FIRST_TRIALS, TRIALS_A_TURN, BackgroundTuner, Round, Setting
+from search.live import PlanChanged, ServerVerdict
 from search.measure import MeasureError
 from search.measure_jobs import describe_model
 from search.op_bench import OpSetup
@@ -46,10 +47,15 @@ class Measurer:
 
 class Server:
     def __init__(self, *_: Any):
-        pass
+        self.accepts = False
+        self.proposed: list[Plan] = []
 
     def plan(self) -> Plan:
         return PLAN
+
+    def propose(self, plan: Plan, lineage: str) -> ServerVerdict:
+        self.proposed.append(plan)
+        return ServerVerdict(self.accepts, "", {})
 
 
 @pytest.fixture
@@ -94,3 +100,20 @@ def test_the_costliest_ops_come_first_and_what_does_not_fit_stops_nobody(
     opened: Any = tuner._measurer
     assert opened.opened[:5] == ["huge", "dear", "cheap", "unused", "plan"]
     assert opened.opened.count("huge") == opened.opened.count("plan") == 1
+
+
+def test_a_rung_that_the_traffic_lacks_comes_before_any_trial(
+    tmp_path: Path, turns: list[tuple[str, float]]
+) -> None:
+    setting = Setting(EngineConfig(), 8, tmp_path / "ledger.sqlite", str(tmp_path), tmp_path, 0.05)
+    tuner = BackgroundTuner(setting, lambda command, payload: {})
+    server: Any = tuner._server
+    begun = Round("", PLAN.to_json(), {**TRAFFIC, "concurrency": [3] * 4}, 0)
+    server.accepts = True
+    with pytest.raises(PlanChanged):
+        tuner._search(begun)
+    (proposal,) = server.proposed
+    assert 3 in {bucket.sequences for bucket in proposal.ladder.decode}
+    assert not turns
+    tuner._search(begun)  # it was taken and rolled back since: not proposed a second time
+    assert len(server.proposed) == 1 and turns
