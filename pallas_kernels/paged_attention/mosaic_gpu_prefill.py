@@ -103,7 +103,11 @@ class PagedPrefillAttention(MosaicGpuKernel):
     def rank(
         self, workload: Workload, schedule: PrefillSchedule, chip: ChipSpec
     ) -> tuple[Any, ...]:
-        """Full SMs and full tiles first, then what FlashAttention-3 found best on this family."""
+        """Full SMs and full tiles first, then what was best on an H200.
+
+        Taking turns won 7 % at most (8 prompts of 1,024 tokens, head dim 64) and lost up to a fifth
+        (4 of 2,048: 294 against 250 us).
+        """
         s, shape = schedule, self._shape(workload, schedule)
         busy = min(1.0, shape.items / chip.num_sms)
         filled = shape.tokens / (shape.tiles * shape.tile_tokens)
@@ -114,7 +118,7 @@ class PagedPrefillAttention(MosaicGpuKernel):
             s.block == (64 if shape.head_dim == 256 else 128),
             s.heads,
             s.ahead,
-            s.turns,
+            not s.turns,
             not s.reuse_queries,
             -s.stages,
             s.side_by_side,
