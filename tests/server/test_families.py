@@ -23,6 +23,8 @@ CASES = (
     ("kimi_k2", "k2"),
     ("minimax_m2", "partial_rope"),
 )
+# Built of the same blocks as another of the list; their goldens run by default, without a server.
+ALIKE = ("mistral", "qwen2", "qwen3_moe", "kimi_k2")
 # Room for the longest sequence alone, and not for all three: the last ones must be preempted.
 PAGE_TOKENS, NUM_PAGES, MAX_MODEL_LEN = 4, 28, 112
 FLAGS = (
@@ -53,7 +55,10 @@ def streamed(server: Server, truth: Golden) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [pytest.param(*c, marks=[pytest.mark.slow] if c[0] in ALIKE else []) for c in CASES],
+)
 def test_a_family_is_served_with_the_golden_tokens(family: str, case: str) -> None:
     truth = golden(family, case)
     assert sum(truth.lens) > PAGE_TOKENS * NUM_PAGES > max(truth.lens)
