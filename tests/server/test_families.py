@@ -24,7 +24,7 @@ CASES = (
     ("minimax_m2", "partial_rope"),
 )
 # Built of the same blocks as another of the list; their goldens run by default, without a server.
-ALIKE = ("mistral", "qwen2", "qwen3_moe", "kimi_k2")
+ALIKE = ("mistral", "qwen2", "qwen3", "qwen3_moe", "kimi_k2", "minimax_m2")
 # Room for the longest sequence alone, and not for all three: the last ones must be preempted.
 PAGE_TOKENS, NUM_PAGES, MAX_MODEL_LEN = 4, 28, 112
 FLAGS = (

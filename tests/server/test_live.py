@@ -284,6 +284,7 @@ class Plans:
         wait_for(lambda: self.in_force()["epoch"] == epoch, f"epoch {epoch}", READY_LIMIT_S)
 
 
+@pytest.mark.slow  # compiles every program of a real model anew; test_swaps has it small
 def test_a_plan_is_swapped_and_rolled_back_under_running_streams(
     live: Server, tokenizer: Tokenizer, reference: LlamaReference, bound: float
 ) -> None:
