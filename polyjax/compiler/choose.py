@@ -8,7 +8,7 @@ without is looked into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,11 @@ class ChoosingOps(Ops):
             return compute(self, *args, **static)
         self.choices[workload.key] = choice
         return compute(Ops({}, {}), *args, **static)
+
+    def trace(self, functions: Iterable[Callable[[Ops], Any]]) -> None:
+        """Meets the workloads of step functions on abstract arrays, for shapes only."""
+        for function in functions:
+            jax.eval_shape(lambda call=function: call(self))
 
 
 def choose(
@@ -137,6 +142,5 @@ def default_choices(
     Each function takes an Ops and runs a step on abstract arrays; it is evaluated for shapes only.
     """
     ops = ChoosingOps(catalogue, chip, table, wherever_possible)
-    for function in traced:
-        jax.eval_shape(lambda call=function: call(ops))
+    ops.trace(traced)
     return tuple(sorted(ops.choices.items()))

@@ -105,7 +105,6 @@ def _choose(subject: PlanSubject, ladder: BucketLadder) -> ChoosingOps:
     """The ops object of a trace of every program of a ladder, for shapes only."""
     ops = ChoosingOps(CATALOGUE, subject.chip, subject.table)
     base, mesh = Plan(mesh=subject.mesh), subject.mesh.mesh()
-    for key in program_keys(ladder, fused_gumbel=True):
-        call = abstract_call(ProgramRequest(subject.spec, base, key), mesh)
-        jax.eval_shape(lambda call=call: call(ops))
+    keys = program_keys(ladder, fused_gumbel=True)
+    ops.trace(abstract_call(ProgramRequest(subject.spec, base, key), mesh) for key in keys)
     return ops

@@ -13,8 +13,8 @@ kernel as a pointer into the array, and Mosaic GPU refuses pointers that are les
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyjax.core.buckets import Bucket
@@ -87,17 +87,17 @@ class BatchLayout:
     @property
     def sampler_size(self) -> int:
         """Length of the leading part that holds the fields of a row, all a sampler reads."""
-        return self._length(self.shapes[:_ROW_FIELDS])
+        return self._places[_ROW_FIELDS - 1].end
 
     @property
     def size(self) -> int:
         """Length of the flat array."""
-        return self._length(self.shapes)
+        return self._places[-1].end
 
     @property
     def context_words(self) -> slice:
         """Where `context_lens` lies in the flat array."""
-        start = self._length(self.shapes[: PackedBatch._fields.index("context_lens")])
+        start = self._places[PackedBatch._fields.index("context_lens")].start
         return slice(start, start + self.bucket.sequences)
 
     def one_token_further(self, flat: Any) -> Any:
@@ -108,31 +108,16 @@ class BatchLayout:
 
     def split_rows(self, rows: Any) -> PackedBatch:
         """The fields of the leading `sampler_size` entries; the remaining fields are None."""
-        fields = self._views(rows, _ROW_FIELDS)
+        fields = [place.view(rows) for place in self._places[:_ROW_FIELDS]]
         return PackedBatch(*fields, *[None] * (len(PackedBatch._fields) - _ROW_FIELDS))
 
     def split(self, flat: Any) -> PackedBatch:
         """The fields of a flat array [size]: views of a numpy array, slices of a traced one."""
-        return PackedBatch(*self._views(flat, len(PackedBatch._fields)))
+        return PackedBatch(*[place.view(flat) for place in self._places])
 
-    def _length(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        blocks = zip(PackedBatch._fields, shapes, strict=False)
-        return sum(math.prod(_blocks(name, shape)) for name, shape in blocks)
-
-    def _views(self, flat: Any, count: int) -> list[Any]:
-        views = []
-        offset = 0
-        for name, shape in zip(PackedBatch._fields[:count], self.shapes[:count], strict=True):
-            blocks, stride = _blocks(name, shape)
-            words = math.prod(shape)
-            if blocks == 1:
-                views.append(flat[offset : offset + words].reshape(shape))
-            else:
-                parts = flat[offset : offset + blocks * stride].reshape(blocks, stride)
-                parts = parts[:, : words // blocks]
-                views.append(parts.T if name in _BY_COLUMN else parts.reshape(shape))
-            offset += blocks * stride
-        return views
+    @property
+    def _places(self) -> tuple[_Place, ...]:
+        return _places_of(self)
 
 
 _ROW_FIELDS = PackedBatch._fields.index("tokens")
@@ -140,8 +125,36 @@ _BY_COLUMN = ("sampling_floats", "sampling_ints")
 _BY_GROUP = ("page_tables", "first_pages")
 
 
-def _blocks(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(separately aligned parts of a field, words from one part to the next)."""
-    parts = shape[1] if name in _BY_COLUMN else shape[0] if name in _BY_GROUP else 1
-    words = math.prod(shape) // parts
-    return parts, -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+class _Place(NamedTuple):
+    """Where a field lies: `parts` separately aligned ones, `stride` words from one to the next."""
+
+    start: int
+    parts: int
+    stride: int
+    words: int
+    shape: tuple[int, ...]
+    by_column: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.parts * self.stride
+
+    def view(self, flat: Any) -> Any:
+        if self.parts == 1:
+            return flat[self.start : self.start + self.words].reshape(self.shape)
+        parts = flat[self.start : self.end].reshape(self.parts, self.stride)
+        parts = parts[:, : self.words // self.parts]
+        return parts.T if self.by_column else parts.reshape(self.shape)
+
+
+@functools.lru_cache(maxsize=4096)  # every launch asks, of few buckets
+def _places_of(layout: BatchLayout) -> tuple[_Place, ...]:
+    places: list[_Place] = []
+    for name, shape in zip(PackedBatch._fields, layout.shapes, strict=True):
+        by_column = name in _BY_COLUMN
+        parts = shape[1] if by_column else shape[0] if name in _BY_GROUP else 1
+        words = math.prod(shape)
+        stride = -(-words // parts // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+        start = places[-1].end if places else 0
+        places.append(_Place(start, parts, stride, words, shape, by_column))
+    return tuple(places)

@@ -41,14 +41,13 @@ class _Packed:
     changes: int
 
     def leads_to(self, launch: Launch) -> bool:
-        """Whether `launch` is this one a step later, nothing else changed."""
+        """Whether another such launch is this one a step later, nothing else changed."""
         one = self.launch
         return (
             launch.bucket == one.bucket
             and launch.sequences == one.sequences
             and launch.samples == one.samples
             and launch.bans_stop == one.bans_stop
-            and all(launch.from_slot)
             and [start - 1 for start in launch.starts] == one.starts
         )
 
@@ -87,14 +86,13 @@ class BatchPacker:
     def pack(self, launch: Launch) -> tuple[Int32Array, bool]:
         """Returns a fresh flat array (a device transfer may still read the last one; see
         BatchLayout), and whether it is the last one packed, one token further."""
-        last = self._last
+        plain = launch.decode and all(launch.from_slot)
+        last = self._last if plain else None
         continues = last is not None and last.changes == self._changes and last.leads_to(launch)
-        if continues:
-            assert last is not None
+        if last is not None and continues:
             flat = self.layout(launch.bucket).one_token_further(last.flat)
         else:
             flat = self._packed(launch)
-        plain = launch.decode and all(launch.from_slot)
         self._last = _Packed(launch, flat, self._changes) if plain else None
         return flat, continues
 
